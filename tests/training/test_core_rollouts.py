@@ -41,7 +41,15 @@ from rlhf_core.training.rollouts.engine_adapter import count_differing, given_sh
 from rlhf_core.training.rollouts.samplers import TransformersSampler
 from rlhf_core.training.rollouts.seeds import uniforms
 from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
-from rlhf_core.training.rollouts.weight_probe import TOLERANCE, WeightProbe, probe_logprobs, probe_of, require_same
+from rlhf_core.training.rollouts.weight_probe import (
+    TOLERANCE,
+    ProbeAnswer,
+    WeightProbe,
+    probe_logprobs,
+    probe_of,
+    require_same,
+    require_update,
+)
 from rlhf_core.training.trainers.context import TrainingContext
 from rlhf_core.training.trainers.sampling import StepSampler
 from rlhf_core.training.trainers.step import TrainingStep
@@ -292,6 +300,25 @@ def test_rounding_of_single_tokens_is_no_reason_to_refuse_an_engine(differences:
     probe = WeightProbe(tokens=tuple(range(16)), logprobs=(-5.0,) * 15, tolerance=TOLERANCE["bfloat16"])
     with pytest.raises(StaleWeights, match=expected) if expected else contextlib.nullcontext():
         require_same("engine-0", [-5.0 + one for one in differences], probe)
+
+
+@pytest.mark.parametrize(
+    ("digest", "engine", "trainer", "is_refused"),
+    [
+        ("new", (-1.0, -2.0, -3.0), (-1.1, -2.0, -3.1), True),
+        ("new", (-1.0, -2.0, -3.0), (-1.0, -2.0, -3.1), False),
+        ("new", (-1.0, -2.0, -3.0 + 1e-7), (-1.1, -2.1, -3.1), False),
+        ("old", (-1.0, -2.0, -3.0), (-1.1, -2.1, -3.1), False),
+    ],
+    ids=["skipped", "change of one token", "applied", "same weights, other kernels"],
+)
+def test_an_engine_whose_outputs_stay_exactly_the_same_has_skipped_an_update(
+    digest: str, engine: tuple[float, ...], trainer: tuple[float, ...], is_refused: bool
+) -> None:
+    earlier = ProbeAnswer("old", (-1.0, -2.0, -3.0), (-1.0, -2.0, -3.0))
+    with pytest.raises(StaleWeights, match="2 of 3 have changed") if is_refused else contextlib.nullcontext():
+        require_update("engine-0", ProbeAnswer(digest, engine, trainer), earlier)
+    require_update("engine-0", ProbeAnswer(digest, engine, trainer), None)
 
 
 @pytest.mark.parametrize("norms", [[0.5], [0.5, math.nan], [math.inf]])

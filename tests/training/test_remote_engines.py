@@ -26,6 +26,7 @@ from rlhf_core.schemas.weight_sync import Transport
 from rlhf_core.training.rollouts.base import RolloutEngine, Sampling
 from rlhf_core.training.rollouts.remote.engine import RemoteEngines
 from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
+from rlhf_core.training.rollouts.weight_probe import probe_of, require_same
 
 pytestmark = [pytest.mark.training, pytest.mark.end_to_end, pytest.mark.usefixtures("ranks")]
 
@@ -223,6 +224,26 @@ def test_an_engine_that_skips_an_update_does_not_serve(group: EngineGroup, train
     skip.open()
     group.processes[1].join()
     group.start(1)
+
+
+def test_an_update_that_is_skipped_is_found_however_small_it_is(group: EngineGroup, trainer: RemoteEngines) -> None:
+    """One step at a usual learning rate changes the outputs by less than rounding may. A version with the same weights
+    is no update."""
+    before, after = tiny_model(seed=5), tiny_model(seed=5)
+    with torch.no_grad():
+        for weight in after.parameters():
+            weight.add_(1e-6 * weight.sign())
+    old, new = (probe_of(model, 32, "float32") for model in (before, after))
+    require_same("engine-1", old.logprobs, new)
+    trainer.load(before, 2, no_beat)
+    skip = group.gate("skip", 1).close()
+    trainer.load(before, 3, no_beat)
+    assert [weights_of(group, rank) for rank in range(2)] == [3, 3]
+    trainer.load(after, 4, no_beat)
+    assert [weights_of(group, rank) for rank in range(2)] == [4, None]
+    skip.open()
+    trainer.load(before, 5, no_beat)
+    assert [weights_of(group, rank) for rank in range(2)] == [5, 5]
 
 
 def test_an_engine_that_skips_two_updates_in_a_row_ends_to_be_started_again(

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from pydantic import BaseModel
@@ -30,6 +31,15 @@ class WeightProbe(BaseModel):
     """Log-probability of every token but the first, as the trainer computes it."""
     tolerance: float
     """Largest mean difference explained by rounding and different kernels."""
+
+
+class ProbeAnswer(NamedTuple):
+    """Log-probabilities of a probe by an engine with one version, and by the trainer."""
+
+    digest: str
+    """Digest of the version."""
+    engine: tuple[float, ...]
+    trainer: tuple[float, ...]
 
 
 def probe_of(model: PreTrainedModel, max_tokens: int, dtype: str) -> WeightProbe:
@@ -96,4 +106,26 @@ def require_same(name: str, found: Sequence[float], probe: WeightProbe, advice: 
             f"{name} and the trainer compute different log-probabilities with the same weights, by {total / num:.3g} "
             f"on average and up to {max(differences):.3g}; expected at most {probe.tolerance} on average. The engine "
             f"did not apply all weights, or its kernels are wrong for this model{advice}"
+        )
+
+
+def require_update(name: str, found: ProbeAnswer, earlier: ProbeAnswer | None) -> None:
+    """Refuse an engine that did not apply an update, however small it is: one step changes log-probabilities by less
+    than the tolerance of :func:`require_same`.
+
+    Args:
+        name: name of the engine.
+        found: with the version that it has applied. Not for adapters, whose first changes may be smaller than rounding.
+        earlier: with the version that it had before, if it is known.
+
+    Raises:
+        StaleWeights: the weights and most log-probabilities of the trainer have changed, and none of the engine.
+    """
+    if earlier is None or found.digest == earlier.digest or found.engine != earlier.engine:
+        return
+    num_changed = sum(one != other for one, other in zip(found.trainer, earlier.trainer, strict=True))
+    if num_changed > len(found.trainer) / 2:
+        raise StaleWeights(
+            f"{name} computes exactly the log-probabilities of the version before, but {num_changed} of "
+            f"{len(found.trainer)} have changed in the trainer: it did not apply this version"
         )

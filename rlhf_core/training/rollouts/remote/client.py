@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, MutableMapping
 
 import httpx
 from pydantic import BaseModel
@@ -21,7 +21,7 @@ from rlhf_core.schemas.engines import (
 )
 from rlhf_core.schemas.weight_sync import Offer, Receipt
 from rlhf_core.training.rollouts.response_lines import response_lines
-from rlhf_core.training.rollouts.weight_probe import WeightProbe, require_same
+from rlhf_core.training.rollouts.weight_probe import ProbeAnswer, WeightProbe, require_same, require_update
 
 CONNECT_TIMEOUT_S = 5.0
 JSON = {"content-type": "application/json"}
@@ -125,16 +125,25 @@ class HttpEngineControl:
     """Control channel to one engine while a version is synced (``weight_sync.base.EngineControl``)."""
 
     def __init__(
-        self, client: EngineClient, http: httpx.Client, weights: WeightsId, probe: WeightProbe, base: str
+        self,
+        client: EngineClient,
+        http: httpx.Client,
+        weights: WeightsId,
+        probe: WeightProbe,
+        base: str,
+        answers: MutableMapping[tuple[int, int], ProbeAnswer],
     ) -> None:
         """Args:
         base: digest of the adapter's base model; empty for full weights.
+        answers: last answer of each start of an engine whose weights were confirmed; updated here.
         """
         self._client = client
         self._http = http
         self._weights = weights
         self._probe = probe
         self._base = base
+        self._answers = answers
+        self._digest = ""
         self.is_stale = False
         """True if it has acknowledged weights that its outputs do not match."""
 
@@ -150,7 +159,9 @@ class HttpEngineControl:
 
     def receive(self, offer: Offer) -> Receipt:
         """Have the engine receive a version. It gives up by itself if the transfer stalls."""
-        return Receipt.model_validate_json(self._post("/weights/receive", offer))
+        receipt = Receipt.model_validate_json(self._post("/weights/receive", offer))
+        self._digest = receipt.digest
+        return receipt
 
     def is_ready(self, version: int) -> bool:
         """True if the engine is alive and has this version staged."""
@@ -167,8 +178,9 @@ class HttpEngineControl:
         """
         request = CommitRequest(weights=self._weights, probe=self._probe.tokens)
         committed = Committed.model_validate_json(self._post("/weights/commit", request))
+        answer = ProbeAnswer(self._digest, committed.probe_logprobs, self._probe.logprobs)
         try:
-            self._require_match(committed)
+            self._require_match(committed, answer)
         except StaleWeights as error:
             self.is_stale = True
             # An engine that is gone by now does not serve requests either.
@@ -176,9 +188,10 @@ class HttpEngineControl:
                 self._post("/weights/refuse", WeightsRefused(weights=self._weights, why=str(error)))
             raise WeightSyncFailed(str(error), self.name) from error
         self._post("/weights/confirm", self._weights)
+        self._answers[self._client.start] = answer
         return committed.apply_s
 
-    def _require_match(self, committed: Committed) -> None:
+    def _require_match(self, committed: Committed, answer: ProbeAnswer) -> None:
         """Refuse an engine whose outputs do not match the weights that it was sent.
 
         Raises:
@@ -195,7 +208,9 @@ class HttpEngineControl:
                 f"{self.name} has {committed.num_differing} tensors of the adapter that differ from those sent: it did "
                 "not apply this version"
             )
-        require_same(self.name, committed.probe_logprobs, self._probe)
+        require_same(self.name, answer.engine, self._probe)
+        if not self._base:  # the tensors of an adapter were compared bit by bit
+            require_update(self.name, answer, self._answers.get(self._client.start))
 
     def abort(self, version: int) -> None:
         """Have the engine drop its staged weights."""

@@ -21,7 +21,7 @@ from rlhf_core.training.rollouts.remote.client import EngineClient, HttpEngineCo
 from rlhf_core.training.rollouts.remote.failures import EngineFailures
 from rlhf_core.training.rollouts.remote.registry import EngineRegistry
 from rlhf_core.training.rollouts.remote.senders import WeightPublisher, give_along, join_senders, outgoing_of
-from rlhf_core.training.rollouts.weight_probe import WeightProbe, probe_of
+from rlhf_core.training.rollouts.weight_probe import ProbeAnswer, WeightProbe, probe_of
 from rlhf_core.training.types import WorkerContext
 from rlhf_core.weight_sync.further_sender import FurtherSender
 
@@ -59,6 +59,7 @@ class EngineWeights:
             self._base = base_fingerprint(
                 initial_folder(spec, context.run_dir), partial(ranks.reporter.beat, Phase.SETUP, 0)
             )
+        self._answers: dict[tuple[int, int], ProbeAnswer] = {}
         self._failures = EngineFailures(self._sync_timeout_s)
         self._restore_at_s: dict[tuple[int, int], float] = {}
         self._counts = dict.fromkeys(COUNTS, 0.0)
@@ -182,7 +183,9 @@ class EngineWeights:
     ) -> Callable[[httpx.Client], list[HttpEngineControl]]:
         weights, probe = WeightsId(start=self._start, version=version), self._probe
         assert probe is not None
-        return lambda http: [HttpEngineControl(engine, http, weights, probe, self._base) for engine in engines]
+        return lambda http: [
+            HttpEngineControl(engine, http, weights, probe, self._base, self._answers) for engine in engines
+        ]
 
     def _from_first(self, act: Callable[[], Answer]) -> Answer | None:
         """Call a function on rank 0 alone; return its result there, and None on other ranks. Collective.
