@@ -23,7 +23,7 @@ from rank_launcher import TINY_MODEL, launch, make_context, tiny_spec
 from test_loop_runs import Interrupting, final_state, kill_once_saved, metrics_of
 from transformers import PreTrainedModel
 
-from rlhf_core.errors import NonFiniteLoss, StaleWeights
+from rlhf_core.errors import NonFiniteLoss, StaleWeights, WorkerError
 from rlhf_core.schemas.model import LoraSpec
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.schemas.rollouts import VllmSettings
@@ -444,14 +444,23 @@ def test_memory_that_training_has_freed_is_there_for_vllm(monkeypatch: pytest.Mo
     assert calls[5:] == ["copy"]
 
 
-def test_a_log_probability_that_is_not_finite_is_an_error() -> None:
-    """vLLM itself gives token 0 and goes on. Not with the engine of the other tests, whose cache would keep the NaN."""
-    made = mock.Mock(token_ids=[0], logprobs=[{0: mock.Mock(logprob=math.nan)}], finish_reason="length")
+@pytest.mark.parametrize(
+    ("logprob", "reason", "error"),
+    [
+        (math.nan, "length", pytest.raises(NonFiniteLoss, match="the log-probability nan")),
+        (-0.5, "error", pytest.raises(WorkerError, match="gave up a completion after 1 tokens: error")),
+        (-0.5, "length", contextlib.nullcontext()),
+    ],
+    ids=["not finite", "given up", "control"],
+)
+def test_a_completion_that_cannot_be_used_is_an_error(logprob: float, reason: str, error: Any) -> None:
+    """vLLM samples on after NaN. Not with the engine of the other tests, whose cache would keep the NaN."""
+    made = mock.Mock(token_ids=[40], logprobs=[{40: mock.Mock(logprob=logprob)}], finish_reason=reason)
     engine = VllmEngine.__new__(VllmEngine)
-    engine._stops = {}
+    engine._stops, engine._tokenizer = {}, char_tokenizer()
     engine._engine = mock.Mock(**{"step.return_value": [mock.Mock(request_id="0.0", finished=True, outputs=[made])]})
-    with pytest.raises(NonFiniteLoss, match="the log-probability nan"):
-        engine.step()
+    with error:
+        assert [completion.token_ids for _, completion in engine.step()] == [[40]]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.errors import StaleWeights
+from rlhf_core.errors import StaleWeights, WorkerError
 from rlhf_core.machine.shared_names import remove_names
 from rlhf_core.schemas.model import LoraSpec
 from rlhf_core.schemas.rollouts import VllmSettings
@@ -105,8 +105,7 @@ class VllmEngine:
         device = torch.device("cuda" if on_gpu and not self._is_split else "cpu")
         starting = contextlib.nullcontext() if scratch is None else starting_in(scratch, represent)
         with _kept_threads(), kept_random_state(device), kept_classes(), starting:
-            # Only runs with this engine need it, and the import takes seconds.
-            from vllm import LLM
+            from vllm import LLM  # only runs with this engine need it, and the import takes seconds
 
             if self._adapter is not None and not on_gpu and not self._is_split:
                 use_products()
@@ -357,19 +356,17 @@ class VllmEngine:
         )
 
     def _completion(self, output: Any) -> Completion:
+        if output.finish_reason not in ("stop", "length"):
+            raise WorkerError(f"vLLM gave up a completion after {len(output.token_ids)} tokens: {output.finish_reason}")
         tokens, logprobs = _sampled(output)
         return completion_of(self._tokenizer, tokens, output.finish_reason == "stop", logprobs)
 
 
 def _sampled(output: Any, length: int | None = None) -> tuple[list[int], list[float]]:
-    """First tokens of a completion, by default all, and their log-probabilities.
-
-    Raises:
-        NonFiniteLoss: one is not finite. vLLM samples on, and what it keeps of such tokens spoils other completions.
-    """
+    """First tokens of a completion, by default all, and their log-probabilities."""
     tokens = list(output.token_ids)[:length]
     logprobs = [row[token].logprob for row, token in zip(output.logprobs[:length], tokens, strict=True)]
-    require_finite(logprobs)
+    require_finite(logprobs)  # vLLM samples on after NaN, which spoils the cache of other completions too
     return tokens, logprobs
 
 
