@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import compress
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -172,17 +173,75 @@ class Conversation:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """One turn of the model in a rollout of several turns."""
+
+    text: str
+    """Text of its tokens, without the end token."""
+    observation: str = ""
+    """Text of the observation that follows it; empty after the last turn."""
+
+
+@dataclass(frozen=True)
+class Episode:
+    """Record of a rollout with tools or an environment, beside its tokens."""
+
+    turns: Sequence[Turn]
+    """The turns of the model, at least one."""
+    sampled: Sequence[bool]
+    """False for each token of the completion that belongs to an observation."""
+    prompt_ids: Sequence[int]
+    """Tokens of the prompt, with the text that the environment added to it."""
+    messages: Messages = ()
+    """Turns and observations as messages, for a row that is a conversation."""
+    end: Literal["answer", "turns", "tokens", "failure"] = "answer"
+    """Reason for its end: the model's answer, ``max_turns``, no room for another turn, or a lost environment."""
+    num_calls: int = 0
+    """Number of calls of tools, or of answers of the environment."""
+    num_failed: int = 0
+    """Number of those that raised an error, took too long or ended their process."""
+    reward: float | None = None
+    """Reward by the environment, if it gives one."""
+
+
+@dataclass(frozen=True)
 class Completion:
-    """The model's answer to one prompt."""
+    """The model's answer to one prompt: one turn, or several with observations in between."""
 
     token_ids: list[int]
-    """Sampled tokens, with the end token or stop string if it was sampled."""
+    """Sampled tokens, with the end token or stop string if it was sampled. Of several turns, with the tokens of the
+    observations between them; the last token is always a sampled one."""
     text: str
     """Text of the tokens, without the end token; it ends with the stop string if one was sampled."""
     finished: bool
     """True if the end token or a stop string was sampled; otherwise the completion was truncated at the maximum
-    length."""
+    length. Of several turns, True if the model ended the last one and called nothing in it."""
     logprobs: list[float]
-    """Log-probability of each token at the sampling temperature (at temperature 1 for greedy completions)."""
+    """Log-probability of each sampled token at the sampling temperature (at temperature 1 for greedy completions)."""
     weight_version: int = 0
     """Number of optimizer steps of the run behind the weights that sampled it."""
+    episode: Episode | None = None
+    """Record of its turns, in a run with tools or an environment."""
+
+    @property
+    def sampled(self) -> Sequence[bool]:
+        """False for each token of an observation; empty if all tokens were sampled."""
+        return () if self.episode is None or all(self.episode.sampled) else self.episode.sampled
+
+    @property
+    def sampled_ids(self) -> list[int]:
+        """Tokens that the model sampled, without those of observations."""
+        return list(compress(self.token_ids, self.sampled)) if self.sampled else self.token_ids
+
+    @property
+    def last_text(self) -> str:
+        """Text of the last turn: what is compared with reference answers."""
+        return self.text if self.episode is None else self.episode.turns[-1].text
+
+    @property
+    def shown(self) -> str:
+        """Text for display, with observations marked."""
+        if self.episode is None:
+            return self.text
+        parts = ((one.text, f"<observation>{one.observation}</observation>") for one in self.episode.turns[:-1])
+        return "".join([text for part in parts for text in part] + [self.last_text])

@@ -43,7 +43,7 @@ def random(seed: int, scale: float = 0.5) -> Tensor:
 
 
 def sampled(rewards: Tensor, **scores: Tensor) -> SampledBatch:
-    return SampledBatch(rewards, MASK, MASK, **scores)
+    return SampledBatch(rewards, MASK, MASK, LENGTHS, **scores)
 
 
 # --- correction of the mismatch between sampler and trainer ---

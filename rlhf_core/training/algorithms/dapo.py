@@ -5,7 +5,8 @@ GRPO's advantage and clipped surrogate with
 - ``clip_high`` above ``clip_low`` (eq. 8, clip-higher), and the mean over all tokens of the update (token-level loss);
 - replacement of groups whose rewards are all equal (eq. 8, dynamic sampling: ``trainers/sampling.py``);
 - exclusion of truncated completions from the loss (sec. 3.4, overlong filtering);
-- a reward for length ``n``, with ``N`` the maximum length and ``C`` the buffer (eq. 13, soft overlong punishment):
+- a reward for length ``n`` (observations between turns included), with ``N`` the maximum length and ``C`` the buffer
+  (eq. 13, soft overlong punishment):
 
       0 if n <= N - C,  ((N - C) - n) / C * overlong_penalty  otherwise
 
@@ -32,7 +33,7 @@ class DecoupledClip(GroupRelativePolicyOptimisation):
 
     def shaped(self, batch: SampledBatch, max_new_tokens: int, spec: DapoSpec) -> Tensor:
         """See :func:`overlong_rewards`."""
-        added = overlong_rewards(batch.mask.sum(-1), max_new_tokens, spec.overlong_buffer, spec.overlong_penalty)
+        added = overlong_rewards(batch.lengths, max_new_tokens, spec.overlong_buffer, spec.overlong_penalty)
         return batch.rewards + added.view_as(batch.rewards)
 
 

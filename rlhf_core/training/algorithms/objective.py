@@ -128,9 +128,12 @@ class SampledBatch:
     rewards: Tensor
     """``[P, G]`` float64, prompts by samples."""
     mask: Tensor
-    """``[B, T]`` bool, true for sampled tokens."""
+    """``[B, T]`` bool, true for sampled tokens, which come first in each row: observations between turns are left
+    out, so that a token is followed by the next one that the model sampled."""
     trained: Tensor
     """``[B, T]`` bool, true for sampled tokens that count in the loss."""
+    lengths: Tensor
+    """``[B]`` int64, numbers of tokens with those of observations, which ``max_new_tokens`` bounds."""
     logprobs: Tensor | None = None
     """``[B, T]`` under the policy; None if they are not needed before the update."""
     ref_logprobs: Tensor | None = None

@@ -265,7 +265,7 @@ class Evaluator:
                     prompt_uid=row.uid,
                     sample_index=index,
                     prompt=row.prompt,
-                    completion=completion.text,
+                    completion=completion.shown,
                     answer=row.answer,
                     score=next(values),
                 )

@@ -18,7 +18,7 @@ def add_signals(metrics: StepMetrics, seeds: Sequence[Sequence[int]], lengths: S
 
     Args:
         seeds: sampling seeds, ``P`` groups of ``G``.
-        lengths: number of tokens of each of the ``P*G`` completions, group by group.
+        lengths: number of sampled tokens of each of the ``P*G`` completions, group by group.
         rewards: ``[P, G]``.
     """
     in_groups, across = seed_repeats(seeds)

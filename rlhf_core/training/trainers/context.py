@@ -207,10 +207,15 @@ class TrainingContext:
         lengths = [_characters(self._data.rows[index]) for index in indices]
         return balanced(lengths, self.ranks.num_ranks)[self.ranks.rank]
 
-    def collated(self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> SequenceBatch:
+    def collated(
+        self,
+        prompts: Sequence[Sequence[int]],
+        completions: Sequence[Sequence[int]],
+        learned: Sequence[Sequence[bool]] = (),
+    ) -> SequenceBatch:
         """Collate one micro-batch on this rank's device, after a heartbeat."""
         self.beat(Phase.TRAIN)
-        return collate(prompts, completions, self.tokenizer.pad_token_id, self.ranks.device)
+        return collate(prompts, completions, self.tokenizer.pad_token_id, self.ranks.device, learned)
 
     def begin_step(self, number: int) -> TrainingStep:
         """Begin step ``number``: heartbeats and metrics belong to it from here on."""

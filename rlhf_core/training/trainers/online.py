@@ -70,7 +70,7 @@ def train(
         for name, count in training.rollouts.take_counts().items():
             step.metrics.total(name, count)
         seeds = [prompt.seeds for prompt in rollout.prompts]
-        add_signals(step.metrics, seeds, [len(made.token_ids) for made in rollout.flat], rollout.rewards)
+        add_signals(step.metrics, seeds, [len(made.sampled_ids) for made in rollout.flat], rollout.rewards)
         if spec.reward.on_failure == "zero":
             step.metrics.mean("reward/failed_share", rollout.scores.num_failed, len(rollout.flat))
         step.metrics.total("speed/tokens_per_s", rollout.num_tokens / step.seconds())
@@ -109,7 +109,7 @@ def _add_rollout_metrics(metrics: StepMetrics, rollout: Rollout) -> None:
     metrics.mean("rollout/zero_std_groups", int(zero_std_groups(compared).sum()), len(compared))
     metrics.highest("reward/max", float(rollout.rewards.max()))
     metrics.lowest("reward/min", float(rollout.rewards.min()))
-    groups = [[tuple(made.token_ids) for made in group] for group in rollout.completions]
+    groups = [[tuple(made.sampled_ids) for made in group] for group in rollout.completions]
     metrics.mean("rollout/distinct_share", sum(len(set(group)) for group in groups), len(completions))
     # Only per-rank values show which ranks repeat themselves or each other.
     metrics.each(SAME_GROUPS, sum(len(set(group)) == 1 < len(group) for group in groups) / num_groups)
@@ -145,7 +145,7 @@ def _sample_lines(rollout: Rollout, advantages: Tensor, step: int) -> list[Sampl
             seed=prompt.seeds[index],
             weight_version=made.weight_version,
             prompt=prompt.row.prompt,
-            completion=made.text,
+            completion=made.shown,
             answer=prompt.row.answer,
             reward=float(rollout.rewards[0, index]),
             advantage=float(advantages[index, 0]) if made.token_ids else 0.0,

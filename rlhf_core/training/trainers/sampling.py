@@ -66,7 +66,7 @@ class Rollout:
     @property
     def num_tokens(self) -> int:
         """Number of sampled tokens."""
-        return sum(len(completion.token_ids) for completion in self.flat)
+        return sum(len(completion.sampled_ids) for completion in self.flat)
 
     def take(self, groups: Sequence[int]) -> "Rollout":
         """Return a rollout of only some of the groups."""
@@ -87,14 +87,19 @@ class Rollout:
         """
         size = self.rewards.shape[1]
         lengths = torch.tensor([len(completion.token_ids) for completion in self.flat], dtype=torch.int64)
-        mask = torch.arange(max(lengths.tolist(), default=0)) < lengths[:, None]
+        sampled = torch.tensor([len(completion.sampled_ids) for completion in self.flat], dtype=torch.int64)
+        mask = torch.arange(max(sampled.tolist(), default=0)) < sampled[:, None]
         finished = torch.tensor([completion.finished for completion in self.flat], dtype=torch.bool)
         trained = mask & finished[:, None] if mask_truncated else mask
+        prompts = [prompt.token_ids for prompt in self.prompts for _ in range(size)]
         return StepBatch(
-            [prompt.token_ids for prompt in self.prompts for _ in range(size)],
+            [
+                prompt if made.episode is None else made.episode.prompt_ids
+                for prompt, made in zip(prompts, self.flat, strict=True)
+            ],
             self.flat,
             [place * size + index for place in places for index in range(size)],
-            SampledBatch(self.rewards, mask, trained),
+            SampledBatch(self.rewards, mask, trained, lengths),
         )
 
 

@@ -140,7 +140,7 @@ class PolicyUpdates:
             self._keep(part, sequences, logprobs=output.logprobs, ref_logprobs=output.ref_logprobs)
         if self._critic is not None:
             for part in self._padded(range(len(self._batch.completions)), num_all):
-                sequences = self._training.collated(*self._tokens(part))
+                sequences = self._collated(part)
                 self._keep(part, sequences, values=self._critic.values(sequences))
 
     def _advantages(self, sums: StepSums) -> Advantages:
@@ -187,7 +187,7 @@ class PolicyUpdates:
         norms = []
         for number, group in enumerate(self._updates):
             for part in self._padded(group, counts[number]):
-                sequences = self._training.collated(*self._tokens(part))
+                sequences = self._collated(part)
                 batch = self._micro_batch(part, sequences, advantages)
                 self.totals.add(critic.backward(sequences, batch, sums[number]))
             norms.append(critic.step(self._step.number))
@@ -238,17 +238,22 @@ class PolicyUpdates:
             sampler_logprobs=sequences.place(torch.tensor(sampler)),
         )
 
-    def _tokens(self, part: Sequence[int]) -> tuple[list[Sequence[int]], list[Sequence[int]]]:
-        """Prompts and completions; for an empty micro-batch, a padding token with an empty completion."""
+    def _collated(self, part: Sequence[int]) -> SequenceBatch:
+        """Prompts and completions, of which only sampled tokens are predicted; for an empty micro-batch, a padding token
+        with an empty completion."""
         if not part:
-            return [[self._training.tokenizer.pad_token_id]], [[]]
-        completions = self._batch.completions
-        return [self._batch.prompts[index] for index in part], [completions[index].token_ids for index in part]
+            return self._training.collated([[self._training.tokenizer.pad_token_id]], [[]])
+        completions = [self._batch.completions[index] for index in part]
+        return self._training.collated(
+            [self._batch.prompts[index] for index in part],
+            [made.token_ids for made in completions],
+            [made.sampled for made in completions],
+        )
 
     def _forward(self, part: Sequence[int], reference: Scorer | None) -> tuple[SequenceBatch, PolicyOutput, Tensor]:
         """Run the forward passes of one micro-batch, at the temperature of sampling; also returns the entropy of the
         policy."""
-        batch, temperature = self._training.collated(*self._tokens(part)), self._training.spec.rollout.temperature
+        batch, temperature = self._collated(part), self._training.spec.rollout.temperature
         output, entropy = scored(
             self._engine,
             reference,

@@ -221,6 +221,7 @@ def _sampled_batch(case: Case, spec: AlgorithmSpec, given: Mapping[str, Any]) ->
         torch.tensor(given["rewards"], dtype=torch.float64),
         mask,
         mask & finished[:, None] if spec.masks_truncated else mask,
+        mask.sum(-1),
         logprobs,
         ref_logprobs if spec.reference else None,
     )
