@@ -31,6 +31,7 @@
     └── WorkerError                 raised on the nodes; crosses to the control plane as text in outcome.json
         ├── MetricsMismatch         ranks reduced different metrics, or are at different steps
         ├── RewardFailed            a reward function raised or returned something that is not a reward
+        ├── ToolFailed              a tool or an environment failed in a way that the run does not go on from
         ├── SamplingProcessKilled   a signal ended a process of a vLLM engine over several GPUs while it started
         ├── DiskFull                no room for a checkpoint, an adapter or weights; what was there is untouched
         ├── FileSystemStalled       the file system accepts no more of a checkpoint saved in the background
@@ -191,6 +192,11 @@ class MetricsMismatch(WorkerError):
 
 class RewardFailed(WorkerError):
     """A reward function raised, or returned something that is not one finite number per completion."""
+
+
+class ToolFailed(WorkerError):
+    """A tool or an environment failed in a way that the run does not go on from: the beginning or the reward of a
+    rollout, or, if ``rollout.turns.on_failure`` says so, a call that took too long or ended its process."""
 
 
 class SamplingProcessKilled(WorkerError):

@@ -328,6 +328,7 @@ ERRORS = {
     "rlhf_core.errors.ResumeMismatch": FailureKind.CHECKPOINT_CORRUPT,
     "rlhf_core.errors.MetricsMismatch": FailureKind.COLLECTIVE_MISMATCH,
     "rlhf_core.errors.RewardFailed": FailureKind.REWARD_FUNCTION,
+    "rlhf_core.errors.ToolFailed": FailureKind.REWARD_FUNCTION,
     "rlhf_core.errors.DiskFull": FailureKind.DISK_FULL,
     "rlhf_core.errors.FileSystemStalled": FailureKind.FILE_SYSTEM,
     "rlhf_core.errors.NonFiniteLoss": FailureKind.NON_FINITE,

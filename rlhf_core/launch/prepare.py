@@ -191,8 +191,9 @@ def code_sources(spec: RunSpec, folder: Path) -> list[Path]:
 
 
 def user_modules(spec: RunSpec, folder: Path) -> list[Path]:
-    """Modules of reward functions, scorer and generator found in ``folder`` rather than in an installed package."""
-    named = [*spec.reward.functions, spec.evaluate.scorer_function, spec.data.generator]
+    """Modules of functions that the config names found in ``folder`` rather than in an installed package."""
+    functions = (*spec.reward.functions, *spec.rollout.turns.functions)
+    named = [*functions, spec.evaluate.scorer_function, spec.data.generator]
     tops = dict.fromkeys(name.partition(":")[0].partition(".")[0] for name in named if name)
     # our own package is always installed, even if the current folder is its checkout
     tops.pop("rlhf_core", None)

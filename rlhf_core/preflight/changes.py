@@ -42,6 +42,7 @@ WATCHED = (
     "rollout.engine",
     "rollout.nodes",
     "rollout.max_new_tokens",
+    "rollout.turns",
     "rollout.batch_size",
     "resources.num_nodes",
     "resources.ranks_per_node",

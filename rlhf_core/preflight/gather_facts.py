@@ -225,7 +225,8 @@ def inspect_compute_python(python: str, tick: Tick = lambda: None) -> ComputeSid
 def try_imports(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> dict[str, str]:
     """Import every function that the config names, in the compute interpreter: name to problem, empty if none."""
     functions = spec.reward.functions if spec.trainer.kind == "native" else ()
-    measured = (spec.evaluate.scorer_function, spec.data.generator) if spec.is_evaluated else ()
+    turns = spec.rollout.turns.functions
+    measured = (spec.evaluate.scorer_function, spec.data.generator, *turns) if spec.is_evaluated else turns
     names = dict.fromkeys([*functions, *measured])
     found = {}
     for name in filter(None, names):

@@ -121,6 +121,17 @@ class TokenizerReport(Schema):
     the template has a problem."""
 
 
+class TurnsReport(Schema):
+    """Trial of the tools and the environment (``rollout.turns``) with real rows."""
+
+    problem: str = ""
+    """Reason why they cannot be used; empty if they can."""
+    tools: tuple[str, ...] = ()
+    """Names of the tools that the model is told of."""
+    has_reward: bool = False
+    """True if the environment returns the reward of a rollout."""
+
+
 class ContentReport(Schema):
     """Answer of ``python -m rlhf_core.worker check-content``."""
 
@@ -132,6 +143,8 @@ class ContentReport(Schema):
     """None if no row could be read."""
     rewards: tuple[RewardTrial, ...] = ()
     """Every reward function and the scorer."""
+    turns: TurnsReport | None = None
+    """None if the run has neither tools nor an environment, or no row could be read."""
 
 
 class RowCount(Schema):

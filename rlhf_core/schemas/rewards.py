@@ -15,6 +15,9 @@ REWARD_METRICS = frozenset(
 COMPARE_ANSWERS = frozenset({"rlhf_core.training.rewards:exact_match", "rlhf_core.training.rewards:gsm8k_answer"})
 """Reward functions that compare completions with reference answers."""
 
+ENVIRONMENT_REWARD = "rlhf_core.training.rewards:environment_reward"
+"""Reward function that returns the reward by the environment of a rollout (``rollout.turns``)."""
+
 
 class RewardSpec(Schema):
     """Rewards of completions: functions and models, with their weights."""

@@ -6,7 +6,15 @@ from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
-from rlhf_core.schemas.base import NonNegative, Positive, PositiveFloat, PositiveSeconds, Schema
+from rlhf_core.schemas.base import (
+    ImportPath,
+    NonNegative,
+    OptionalImportPath,
+    Positive,
+    PositiveFloat,
+    PositiveSeconds,
+    Schema,
+)
 from rlhf_core.schemas.weight_sync import Transport
 
 VLLM_ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -143,6 +151,41 @@ class SyncSettings(Schema):
         return self
 
 
+class TurnsSpec(Schema):
+    """Rollouts of several turns: tools that the model may call, and an environment that answers it."""
+
+    tools: tuple[ImportPath, ...] = ()
+    """Functions that the model may call, as `module:function`; their names, type hints and docstrings (Google style)
+    are shown to it by the chat template."""
+    environment: OptionalImportPath = ""
+    """Class or function without arguments, as `module:name`, that makes an object for each rollout: with `reset`, and
+    either methods that are tools, or `respond`, which is given the text of each turn."""
+    parser: OptionalImportPath = ""
+    """Function `module:function` that finds the calls in the text of a turn. Empty: JSON in `<tool_call>` tags (Qwen,
+    Hermes), or a turn that is a JSON object with the name of a tool (Llama 3)."""
+    max_turns: Positive = 8
+    """Maximum number of turns of the model in a rollout."""
+    max_turn_tokens: Positive = 64
+    """Maximum length of a turn in tokens. A turn begins only if `rollout.max_new_tokens` leaves room for so many."""
+    max_observation_tokens: Positive = 256
+    """Maximum length of the result of a call, or of an answer of the environment, in tokens; the rest is cut off."""
+    timeout_s: PositiveSeconds = 30.0
+    """Time limit of the calls of one turn, in seconds; after that, their process is killed."""
+    on_failure: Literal["observe", "stop"] = "observe"
+    """Response to a call that takes too long or ends its process: the error is what the model gets to `observe`, and a
+    rollout whose environment is lost ends, or `stop` the run. An error that a tool raises is always observed."""
+
+    @property
+    def are_used(self) -> bool:
+        """True if rollouts have tools or an environment."""
+        return bool(self.tools or self.environment)
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """All paths that are imported."""
+        return tuple(path for path in (*self.tools, self.environment, self.parser) if path)
+
+
 class RolloutSpec(Schema):
     """Settings of sampling in training."""
 
@@ -163,12 +206,14 @@ class RolloutSpec(Schema):
     temperature: PositiveFloat = 1.0
     """Sampling temperature; training computes log-probabilities at the same temperature."""
     max_new_tokens: Positive = 64
-    """Maximum length of a completion in tokens."""
+    """Maximum length of a completion in tokens; of several turns, of all of them with the observations in between."""
     stop_strings: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end a completion, in training and in evaluations, as the end token does: with the token that completes
     one. The loss includes its tokens, and the text that rewards and reports see ends with it."""
     batch_size: Positive = 256
     """Sequences generated at once on one rank, or by one engine for one rank."""
+    turns: TurnsSpec = TurnsSpec()
+    """Settings of rollouts of several turns."""
     vllm: VllmSettings = VllmSettings()
     """Settings of vLLM."""
     sglang: SglangSettings = SglangSettings()
@@ -196,6 +241,22 @@ class RolloutSpec(Schema):
             raise ValueError(
                 f"found vllm.tensor_parallel = {self.vllm.tensor_parallel} and engines = 0, with an engine in the "
                 "process of every rank, on its single GPU; expected tensor_parallel = 1, or separate engines"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_room_for_a_turn(self) -> Self:
+        if not self.turns.are_used:
+            return self
+        if self.turns.max_turn_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"found turns.max_turn_tokens = {self.turns.max_turn_tokens} and max_new_tokens = "
+                f"{self.max_new_tokens}, which bounds all turns and observations together; expected room for a turn"
+            )
+        if self.max_staleness:
+            raise ValueError(
+                f"found max_staleness = {self.max_staleness} and turns.tools or turns.environment: rollouts of several "
+                "turns are not sampled ahead; expected max_staleness = 0"
             )
         return self
 

@@ -37,8 +37,9 @@ class CodeSpec(Schema):
 
     paths: tuple[str, ...] = ()
     """Python files, packages and other files to copy into the run directory, importable on the nodes. Modules of reward
-    functions in the current folder are added automatically. Code does not start in that folder: it opens files of its
-    own by absolute paths, or beside its own copy (`Path(__file__).parent`) if they are listed here."""
+    functions, tools and environments in the current folder are added automatically. Code does not start in that folder:
+    it opens files of its own by absolute paths, or beside its own copy (`Path(__file__).parent`) if they are listed
+    here."""
 
 
 class RunSpec(Schema):
@@ -179,6 +180,23 @@ class RunSpec(Schema):
             raise ValueError(
                 f"found evaluate.scorer = {self.evaluate.scorer}, and a main loop that trains a reward model, which "
                 "writes no completions to score; leave evaluate.scorer out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_one_source_of_tools(self) -> Self:
+        turns, longest = self.rollout.turns, self.evaluate.max_new_tokens
+        if not turns.are_used:
+            return self
+        if self.data.tools_column:
+            raise ValueError(
+                f"found data.tools_column = {self.data.tools_column!r} and rollout.turns, whose functions the model is "
+                "told of; expected one of them: the tools of a column are descriptions alone, which nothing can call"
+            )
+        if 0 < longest < turns.max_turn_tokens:
+            raise ValueError(
+                f"found evaluate.max_new_tokens = {longest} and rollout.turns.max_turn_tokens = "
+                f"{turns.max_turn_tokens}; expected room for a turn in an evaluation"
             )
         return self
 

@@ -113,3 +113,45 @@ def sort_digits(
         numbers = [number for number in drawn if number not in excluded][:num_train]
     texts = [f"{number:0{num_digits}d}" for number in numbers]
     return [{"prompt": f"{text}>", "answer": "".join(sorted(text))} for text in texts]
+
+
+def phone_book(
+    split: str, seed: int, num_train: int = 8_000, num_eval: int = 512, call_share: float = 0.3
+) -> list[dict[str, str]]:
+    """Say the number of a name: ``kd>`` is answered by three digits, which only :class:`PhoneBook` knows.
+
+    Numbers are drawn at random, so a guess is right once in a thousand times. The targets of supervised training show
+    both ways out: a share of the rows looks the number up, the others say ``unknown``.
+
+    Args:
+        split: ``train`` or ``eval``.
+        seed: determines the training rows; held-out rows are the same for every seed.
+        num_train: rows of the training split.
+        num_eval: rows of the held-out split.
+        call_share: share of the training rows whose target looks the number up.
+    """
+    chance = random.Random(f"phone_book {split} {seed if split == 'train' else 0}")
+    rows = []
+    for _ in range(num_train if split == "train" else num_eval):
+        name = "".join(chance.choices("abcdefghijklmnopqrstuvwxyz", k=2))
+        number = f"{chance.randrange(1000):03d}"
+        target = f"{name}?{PhoneBook.MARK}{number};{number}" if chance.random() < call_share else "unknown"
+        rows.append({"prompt": f"{name}>", "answer": number, "name": name, "number": number, "target": target})
+    return rows
+
+
+class PhoneBook:
+    """Environment of :func:`phone_book`: a turn that ends with the name and ``?`` is answered by the number."""
+
+    MARK = "="
+    """Beginning of an observation."""
+
+    def reset(self, name: str, number: str, **columns: object) -> None:
+        """Open the book at one name."""
+        self._name, self._number = name, number
+
+    def respond(self, text: str) -> str | None:
+        """Look a name up; any other turn is the answer to the prompt."""
+        if not text.endswith("?"):
+            return None
+        return f"{self.MARK}{self._number};" if text.removesuffix("?") == self._name else f"{self.MARK}not found;"

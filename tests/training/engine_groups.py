@@ -8,7 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, pairwise
@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from core_models import QWEN, char_tokenizer, tiny_model
+from core_models import QWEN, char_tokenizer, tiny_model, tokens_of
 from fork_server import PRELOADED, WITH_VLLM, fork_server
 from process_tools import until
 from rank_launcher import make_context, tiny_spec
@@ -28,7 +28,10 @@ from rlhf_core.files.whole import read_model
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.engines import EngineAddress
+from rlhf_core.schemas.rollouts import TurnsSpec
 from rlhf_core.training.distributed import Ranks
+from rlhf_core.training.environments.conversations import Conversations
+from rlhf_core.training.environments.pool import EnvironmentPool
 from rlhf_core.training.rollouts.base import RolloutEngine, Sampling
 from rlhf_core.training.rollouts.remote.engine import RemoteEngines
 from rlhf_core.training.rollouts.samplers import TransformersSampler
@@ -37,7 +40,7 @@ from rlhf_core.training.rollouts.server.worker import EngineWorker
 from rlhf_core.training.rollouts.sglang import server as sglang_server
 from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
 from rlhf_core.training.rollouts.vllm import engine as vllm_engine
-from rlhf_core.training.types import Completion, NullReporter
+from rlhf_core.training.types import Completion, NullReporter, Row
 from rlhf_core.weight_sync.receiver import Receiver
 
 TIMEOUT_S = 120.0
@@ -90,6 +93,31 @@ def assert_ends_with_stop_strings(sample: Callable[[Sampling], list[list[Complet
         assert made.text.endswith(stop) if length else made.text == before.text
         assert (texts[length - 1] if length else before.text).startswith(made.text)
     assert kinds == {True, False}
+
+
+def assert_takes_turns(engine: RolloutEngine, model: Any, version: int, ranks: Ranks) -> None:
+    """Rollouts of several turns equal those of transformers: every turn follows the tokens that were sampled."""
+    tokenizer, peer = char_tokenizer(), TransformersEngine(char_tokenizer())
+    turns = TurnsSpec(environment="turn_tools:Dice", max_turns=3, max_turn_tokens=8)
+    prompts, seeds = [[40, 41, 42], [50]], [[7, 8], [9]]
+    for one in (engine, peer):
+        one.load(model, version, no_beat)
+    whole = peer.sample(prompts, seeds, Sampling(8, 0.0, 8), version, no_beat)
+    stop = tuple({tokenizer.decode(made.token_ids[2:4]) for made in chain.from_iterable(whole)})
+    sampling = Sampling(48, 0.0, 8, stop=stop)
+    with closing(EnvironmentPool(turns)) as pool:
+        pool.describe(no_beat)
+        conversations = Conversations(turns, ranks, pool, tokenizer, {}, ())
+        rows = [Row(f"u{index}", "", "", "", {}) for index in range(2)]
+        found, expected = (
+            conversations.sample(one, rows, prompts, seeds, sampling, version, no_beat) for one in (engine, peer)
+        )
+    episodes = [made.episode for made in chain.from_iterable(expected) if made.episode is not None]
+    assert max(len(one.turns) for one in episodes) == 3
+    assert tokens_of(found) == tokens_of(expected)
+    for made, right in zip(chain(*found), chain(*expected), strict=True):
+        assert made.episode == right.episode
+        assert made.logprobs == pytest.approx(right.logprobs, abs=1e-4)
 
 
 def sglang_stand_in() -> tuple[str, ...]:

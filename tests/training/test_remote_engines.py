@@ -15,7 +15,7 @@ import httpx
 import pytest
 import torch
 from core_models import PROMPTS, QWEN, SEEDS, char_tokenizer, tiny_model, tokens_of
-from engine_groups import EngineGroup, assert_follows, engine_group, no_beat
+from engine_groups import EngineGroup, assert_follows, assert_takes_turns, engine_group, no_beat
 from process_tools import until
 from rank_launcher import launch, make_context, values
 
@@ -23,6 +23,7 @@ from rlhf_core.errors import EnginesLost, StaleWeights, WeightSyncFailed
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.engines import EngineHealth
 from rlhf_core.schemas.weight_sync import Transport
+from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.rollouts.base import RolloutEngine, Sampling
 from rlhf_core.training.rollouts.remote.engine import RemoteEngines
 from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
@@ -69,6 +70,10 @@ def test_every_version_is_that_of_the_trainer(group: EngineGroup, tied: bool, tm
 def follows_the_trainer(group: EngineGroup, **sync: Any) -> None:
     models = [tiny_model(group.spec["model"]["config"], seed=version) for version in range(3)]
     assert_follows(group.trainer(restart=next(STARTS), **sync), models, PROMPTS, SEEDS, GREEDY)
+
+
+def test_rollouts_of_several_turns(group: EngineGroup, ranks: Ranks) -> None:
+    assert_takes_turns(group.trainer(restart=next(STARTS)), tiny_model(), 1, ranks)
 
 
 @pytest.mark.parametrize("transport", [Transport.SHARED_MEMORY, Transport.FILES])

@@ -9,11 +9,12 @@ import psutil
 import pytest
 from adapted_models import LORA, adapted
 from core_models import QWEN, tiny_model
-from engine_groups import TIMEOUT_S, EngineGroup, assert_follows, engine_group, no_beat
+from engine_groups import TIMEOUT_S, EngineGroup, assert_follows, assert_takes_turns, engine_group, no_beat
 from test_vllm_engine import GREEDY, PROMPTS, SEEDS
 
 from rlhf_core.errors import StaleWeights
 from rlhf_core.run_dir.run import RunDir
+from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.rollouts.base import Sampling
 from rlhf_core.training.rollouts.remote import weights as weights_module
 from rlhf_core.training.rollouts.remote.engine import RemoteEngines
@@ -29,13 +30,14 @@ pytestmark = [
 DRAWN = Sampling(max_new_tokens=8, temperature=0.7, batch_size=5)
 
 
-def test_vllm_of_its_own_follows_the_trainer(tmp_path: Path) -> None:
+def test_vllm_of_its_own_follows_the_trainer(tmp_path: Path, ranks: Ranks) -> None:
     """Tied weights: vLLM on CPU keeps a packed copy of the head, which its own reload leaves unchanged."""
     config = {**QWEN, "head_dim": 32}
     with engine_group(tmp_path, 1, config, engine="vllm") as group:
         remote = group.trainer()
         assert_follows(remote, [tiny_model(config, seed=version) for version in range(2)], PROMPTS, SEEDS, GREEDY)
         _assert_reproducible_and_diverse(remote)
+        assert_takes_turns(remote, tiny_model(config, seed=2), 2, ranks)
 
 
 def test_an_engine_that_is_split_follows_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from adapted_models import LORA, adapted
 from core_models import QWEN, char_tokenizer, tiny_model
-from engine_groups import assert_ends_with_stop_strings, assert_follows, no_beat
+from engine_groups import assert_ends_with_stop_strings, assert_follows, assert_takes_turns, no_beat
 from pydantic import JsonValue
 from rank_launcher import TINY_MODEL, launch, make_context, tiny_spec
 from test_loop_runs import Interrupting, final_state, kill_once_saved, metrics_of
@@ -27,13 +27,14 @@ from rlhf_core.errors import NonFiniteLoss, StaleWeights, WorkerError
 from rlhf_core.schemas.model import LoraSpec
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.schemas.rollouts import VllmSettings
+from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.models import gathering
 from rlhf_core.training.rollouts.base import Sampling, _cut
 from rlhf_core.training.rollouts.checkpoint_layout import CheckpointLayout
 from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
 from rlhf_core.training.rollouts.vllm.engine import VllmEngine, _environment
 from rlhf_core.training.trainers.run import run_trainer
-from rlhf_core.training.types import Completion
+from rlhf_core.training.types import Completion, NullReporter
 
 # Not with importorskip: every test process imports this module, and vLLM takes seconds to import.
 pytestmark = [
@@ -169,6 +170,11 @@ def test_completions_end_with_stop_strings(engine: VllmEngine) -> None:
     engine.load(model_of(), 16, no_beat)
     assert_ends_with_stop_strings(lambda sampling: engine.sample(PROMPTS, SEEDS, sampling, 16, no_beat), DRAWN)
     assert not engine.is_busy
+
+
+def test_rollouts_of_several_turns(engine: VllmEngine) -> None:
+    ranks = Ranks(0, 1, torch.device("cpu"), NullReporter(), dist.HashStore())
+    assert_takes_turns(engine, model_of(), 17, ranks)
 
 
 def test_prompts_that_are_longer_together_than_a_step_of_vllm(engine: VllmEngine) -> None:

@@ -12,6 +12,7 @@ from rlhf_core.preflight.known_bad_versions import is_cpu_build
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, warning
 from rlhf_core.schemas.algorithms.policy_gradient import PolicyGradientSpec
 from rlhf_core.schemas.base import Schema
+from rlhf_core.schemas.rewards import ENVIRONMENT_REWARD
 from rlhf_core.schemas.rollouts import EVEN_HEADS, MOST_IDLE, VLLM_ADAPTER_RANKS, idle_share, uneven_heads
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.weight_sync import Transport
@@ -116,12 +117,42 @@ def sglang(facts: Facts) -> Iterator[Finding]:
         )
 
 
+@check("rollout.turns", trainer="native")
+def turns(facts: Facts) -> Iterator[Finding]:
+    """A tool that the model is not told of, or an environment that cannot begin, wastes every rollout."""
+    report = facts.content.turns if facts.content else None
+    if report is None:
+        return
+    uses_reward = ENVIRONMENT_REWARD in (*facts.spec.reward.functions, facts.spec.evaluate.scorer)
+    if report.problem:
+        yield blocked(
+            report.problem,
+            "tools with type hints and docstrings, an environment that can begin, and a chat template for tools",
+            "correct the functions of [rollout.turns], or use another chat template (docs/turns.md)",
+        )
+    elif uses_reward and not report.has_reward:
+        yield blocked(
+            f"{ENVIRONMENT_REWARD}, and an environment without get_reward",
+            "get_reward(self), which returns the reward of a rollout",
+            "add it to the environment, or use other reward.functions and another evaluate.scorer",
+        )
+    else:
+        names = f"the model is told of {', '.join(report.tools)}" if report.tools else "the model is told of no tools"
+        yield passed(f"{names}; at most {facts.spec.rollout.turns.max_turns} turns")
+
+
 @check("rollout.unused", trainer="native")
 def unused(facts: Facts) -> Iterator[Finding]:
     """Settings of an engine that the run does not use are ignored: a model is not split over GPUs, for example."""
     rollout = facts.spec.rollout
     alone = rollout.engines > 0
-    used = {"vllm": rollout.engine == "vllm", "sglang": rollout.engine == "sglang", "remote": alone, "sync": alone}
+    used = {
+        "turns": rollout.turns.are_used,
+        "vllm": rollout.engine == "vllm",
+        "sglang": rollout.engine == "sglang",
+        "remote": alone,
+        "sync": alone,
+    }
     ignored = [
         f"rollout.{table}.{name}"
         for table in (table for table, is_used in used.items() if not is_used)

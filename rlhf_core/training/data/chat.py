@@ -83,6 +83,14 @@ def template_arguments(given: Mapping[str, JsonValue] = NO_ARGUMENTS, now: datet
     return {**given, **({} if now is None else {"strftime_now": now.strftime})}  # transformers' name, for its own
 
 
+def with_tools(rows: Sequence[Row], tools: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """Rows whose conversations describe these tools to the model; a row that is a text stays unchanged."""
+    return [
+        dataclasses.replace(row, chat=dataclasses.replace(row.chat, tools=tools)) if row.chat and tools else row
+        for row in rows
+    ]
+
+
 def render_rows(
     rows: Sequence[Row],
     tokenizer: "PreTrainedTokenizerBase",
@@ -133,7 +141,7 @@ def rendered(row: Row, tokenizer: "PreTrainedTokenizerBase", arguments: Mapping[
     is_begun = chat.prompt[-1].get("role") == "assistant"
     if chat.tools:
         arguments = {**arguments, "tools": [dict(tool) for tool in chat.tools]}
-    prompt = _apply(
+    prompt = apply_template(
         tokenizer, chat.prompt, arguments, add_generation_prompt=not is_begun, continue_final_message=is_begun
     )
     texts: dict[str, Any] = {}
@@ -141,7 +149,7 @@ def rendered(row: Row, tokenizer: "PreTrainedTokenizerBase", arguments: Mapping[
         completion: Messages = getattr(chat, name)
         if not completion:
             continue
-        whole = _apply(tokenizer, _continued(chat.prompt, completion), arguments)
+        whole = apply_template(tokenizer, _continued(chat.prompt, completion), arguments)
         if not whole.startswith(prompt):
             raise UnrenderedChat(
                 f"the chat template renders a prompt as {prompt[-60:]!r}, but differently before the {name} completion "
@@ -187,9 +195,9 @@ def _learned(
             continue
         before, after = prompt, whole
         if at > len(chat.prompt):
-            before = _apply(tokenizer, messages[:at], arguments, add_generation_prompt=True)
+            before = apply_template(tokenizer, messages[:at], arguments, add_generation_prompt=True)
         if at < len(messages) - 1:
-            after = _apply(tokenizer, messages[: at + 1], arguments)
+            after = apply_template(tokenizer, messages[: at + 1], arguments)
         if not (after.startswith(before) and whole.startswith(after)):
             raise UnrenderedChat(
                 f"the chat template renders message {at + 1} of the conversation ({content_of(message)!r:.60}) "
@@ -209,7 +217,7 @@ def turn_end(tokenizer: "PreTrainedTokenizerBase", arguments: Mapping[str, Any] 
     """
     answer = "An answer."
     try:
-        text = _apply(tokenizer, [{"role": "user", "content": "A question?"}, *turns(answer)], arguments)
+        text = apply_template(tokenizer, [{"role": "user", "content": "A question?"}, *turns(answer)], arguments)
     except UnrenderedChat:
         return None
     _, found, after = text.rpartition(answer)
@@ -231,7 +239,19 @@ def content_of(message: Mapping[str, JsonValue]) -> str:
     return str(message.get("content") or "")
 
 
-def _apply(tokenizer: "PreTrainedTokenizerBase", messages: Messages, arguments: Mapping[str, Any], **end: bool) -> str:
+def apply_template(
+    tokenizer: "PreTrainedTokenizerBase", messages: Messages, arguments: Mapping[str, Any], **end: bool
+) -> str:
+    """Render messages to text.
+
+    Args:
+        arguments: those of :func:`template_arguments`, and ``tools``.
+        end: ``add_generation_prompt`` or ``continue_final_message``.
+
+    Raises:
+        BadData: the tokenizer has no chat template.
+        UnrenderedChat: rendering fails.
+    """
     if not tokenizer.chat_template:
         raise BadData(
             "found a prompt of messages (or data.chat), and a tokenizer without a chat template; use text, or set "

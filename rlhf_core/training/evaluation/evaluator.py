@@ -19,10 +19,13 @@ from rlhf_core.schemas.algorithms.base import AlgorithmSpec
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import CROSS_ENTROPY, PASS, EvaluationName, EvaluationReport, EvaluationSample
 from rlhf_core.schemas.run import RunSpec
+from rlhf_core.training.data.chat import template_arguments, with_tools
 from rlhf_core.training.data.examples import Scorer
 from rlhf_core.training.data.loading import EncodedPrompts, encode_prompts, load_data
 from rlhf_core.training.data.same_rows import require_same_rows
 from rlhf_core.training.distributed import Ranks
+from rlhf_core.training.environments.conversations import Conversations
+from rlhf_core.training.environments.pool import EnvironmentPool
 from rlhf_core.training.evaluation.held_out import HeldOutRows, ScoredRow
 from rlhf_core.training.evaluation.intervals import mean_interval, mean_score, weighted_interval, weighted_mean
 from rlhf_core.training.evaluation.pass_at_k import mean_pass_at_k
@@ -61,6 +64,8 @@ class Evaluator:
     """Held-out prompts; the same on every rank, and each rank processes its part."""
     scorer: RewardScorer
     rollouts: RolloutEngine
+    conversations: Conversations | None = None
+    """Sampling of several turns, in a run with tools or an environment."""
 
     @property
     def names(self) -> tuple[EvaluationName, ...]:
@@ -108,6 +113,24 @@ class Evaluator:
             for name in self.names
             for report in self._reports(name, when, checkpoint_step, functools.partial(measure, name))
         ]
+
+    def sample(
+        self,
+        rows: Sequence[Row],
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[Sequence[int]],
+        sampling: Sampling,
+        version: int,
+        beat: Callable[[], None],
+    ) -> list[list[Completion]]:
+        """Sample completions, of several turns in a run with tools or an environment. Collective.
+
+        Args: as for ``RolloutEngine.sample``.
+            rows: row of each prompt.
+        """
+        if self.conversations is None:
+            return self.rollouts.sample(prompts, seeds, sampling, version, beat)
+        return self.conversations.sample(self.rollouts, rows, prompts, seeds, sampling, version, beat)
 
     def greedy_scores(
         self, model: PreTrainedModel, step: int, beat: Callable[[], None]
@@ -250,7 +273,11 @@ class Evaluator:
                 min_p=evaluate.min_p,
             )
         self.rollouts.load(model, step, beat)
-        completions = self.rollouts.sample(prompts, seeds, sampling, step, beat)
+        completions = self.sample(rows, prompts, seeds, sampling, step, beat)
+        if self.conversations is not None:
+            self.conversations.take_seconds()  # the metric is of training
+            for warning in self.conversations.take_warnings():
+                print(f"warning: {warning}", flush=True)
         return self._scored(rows, completions, beat) if rows else []
 
     def _scored(
@@ -300,6 +327,7 @@ def load_evaluator(
     start: Callable[[], RolloutEngine],
     *,
     trains_on_samples: bool,
+    pool: EnvironmentPool | None = None,
     now: datetime | None = None,
     beat: Callable[[], None] = lambda: None,
 ) -> Evaluator:
@@ -308,13 +336,14 @@ def load_evaluator(
     Args:
         start: starts the rollout engine of the run; called only if something is sampled.
         trains_on_samples: whether training samples even if no evaluation does.
+        pool: tools and environments of the run, if it has any.
         now: time given to chat templates that write the date into prompts; None for the clock.
         beat: called every few rows.
     """
     rows, loaded = load_data(spec, "eval", beat=beat)
     require_same_rows(ranks, loaded.source, rows)
     limit = spec.evaluate.num_prompts or len(rows)
-    encoded = encode_prompts(rows, tokenizer, spec.data, now, beat)
+    encoded = encode_prompts(with_tools(rows, pool.tools if pool else ()), tokenizer, spec.data, now, beat)
     data = dataclasses.replace(encoded, rows=encoded.rows[:limit], token_ids=encoded.token_ids[:limit])
     if spec.ranks_held_out and spec.main_loop.algorithm.labelled and len({row.desirable for row in data.rows}) < 2:
         raise BadData(
@@ -322,7 +351,11 @@ def load_evaluator(
             "desirable and undesirable ones: the evaluation measures their ranking"
         )
     if trains_on_samples or completes(spec, data):
-        return Evaluator(spec, ranks, tokenizer, data, scorer, start())
+        conversations = None
+        if pool is not None and spec.rollout.turns.are_used:
+            arguments = template_arguments(spec.data.template_args, now)
+            conversations = Conversations(spec.rollout.turns, ranks, pool, tokenizer, arguments, data.end_ids)
+        return Evaluator(spec, ranks, tokenizer, data, scorer, start(), conversations)
     if spec.rollout.engine != "transformers":
         ranks.log(f"nothing is sampled in this run: rollout.engine = {spec.rollout.engine!r} is not started")
     return Evaluator(spec, ranks, tokenizer, data, scorer, TransformersEngine(tokenizer))

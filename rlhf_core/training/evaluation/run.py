@@ -15,6 +15,7 @@ from rlhf_core.training.checkpoints.resume import best_checkpoint, newest_checkp
 from rlhf_core.training.checkpoints.soundness import agree, initial_folder, reference_folder, verify_checkpoint
 from rlhf_core.training.data.tokenizers import load_tokenizer
 from rlhf_core.training.distributed import Ranks, init_process_group, leave_process_group
+from rlhf_core.training.environments.pool import EnvironmentPool
 from rlhf_core.training.evaluation.evaluator import Evaluator, are_written, load_evaluator, write_reports
 from rlhf_core.training.models.adapters import base_of, is_adapter
 from rlhf_core.training.models.causal_lm import load_causal_lm
@@ -47,13 +48,17 @@ def run_evaluator(context: WorkerContext) -> RoleResult:
     tokenizer = load_tokenizer(checkpoint.model)
     base = None if isinstance(spec.trainer, CommandTrainer) else initial
     beat = functools.partial(reporter.beat, Phase.EVALUATE, checkpoint.step)
-    with contextlib.closing(RewardScorer(spec, ranks.rank)) as scorer:
+    with (
+        contextlib.closing(RewardScorer(spec, ranks.rank)) as scorer,
+        contextlib.closing(EnvironmentPool(spec.rollout.turns)) as pool,
+    ):
         folder = (base or base_of(checkpoint.model)) if is_adapter(checkpoint.model) else checkpoint.model
         start = functools.partial(start_engine, context, ranks, tokenizer, folder)
         now = context.stored.created_at
         beat_setup = functools.partial(reporter.beat, Phase.SETUP, checkpoint.step)
+        pool.describe(beat_setup)
         evaluator = load_evaluator(
-            spec, ranks, tokenizer, scorer, start, trains_on_samples=False, now=now, beat=beat_setup
+            spec, ranks, tokenizer, scorer, start, trains_on_samples=False, pool=pool, now=now, beat=beat_setup
         )
         if name := spec.evaluate.scorer_model:
             models = {name: spec.reward.models[name]}

@@ -16,14 +16,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.errors import RlhfError
-from rlhf_core.schemas.content import ContentReport, RewardTrial, SplitReport, TokenizerReport
+from rlhf_core.schemas.content import ContentReport, RewardTrial, SplitReport, TokenizerReport, TurnsReport
 from rlhf_core.schemas.model import BUILT_TOKENIZERS
+from rlhf_core.schemas.rewards import ENVIRONMENT_REWARD
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.survival import Survived, relative_path_advice
-from rlhf_core.training.data.chat import render_rows, template_arguments, turn_end
+from rlhf_core.training.data.chat import render_rows, template_arguments, turn_end, with_tools
 from rlhf_core.training.data.generated_rows import Split
 from rlhf_core.training.data.loading import completion_lengths, completions_of, load_source, prompt_tokens
 from rlhf_core.training.probes.reward_functions import set_limit, try_rewards
+from rlhf_core.training.probes.turns import template_problem, try_turns
 from rlhf_core.training.types import Row
 
 if TYPE_CHECKING:
@@ -95,10 +97,17 @@ def check_content(spec_path: Path) -> ContentReport:
     # Before anything heavy is imported: the functions run in forks of this process, which must have no threads.
     rewards = _trials(spec, trained, held)
     shared = len({row.prompt for row in trained} & {row.prompt for row in held})
+    turns = None
+    if spec.rollout.turns.are_used:
+        turns, tools = try_turns(spec.rollout.turns, trained)
+        rows = {part: with_tools(of_part, tools) for part, of_part in rows.items()}
     tokenizer, tokenizer_report = _tokenizer(spec, rows)
     if tokenizer is not None and not tokenizer_report.problem:
         split_reports, rows, problem = _rendered(split_reports, rows, tokenizer, spec)
         tokenizer_report = tokenizer_report.model_copy(update={"problem": problem})
+        rendered = _of_split(rows, "train")
+        if turns is not None and rendered:
+            turns = _with_template(turns, spec, rendered[0], tokenizer)
     if tokenizer is not None and not tokenizer_report.problem:
         split_reports = {
             part: _with_lengths(one, rows.get(part, []), tokenizer, spec) for part, one in split_reports.items()
@@ -109,8 +118,18 @@ def check_content(spec_path: Path) -> ContentReport:
             "num_shared": shared,
             "tokenizer": tokenizer_report,
             "rewards": tuple(rewards),
+            "turns": turns,
         }
     )
+
+
+def _with_template(
+    report: TurnsReport, spec: RunSpec, row: Row, tokenizer: "CoreTokenizer | PreTrainedTokenizerBase"
+) -> TurnsReport:
+    if row.chat is None or isinstance(tokenizer, CoreTokenizer) or report.problem:
+        return report
+    problem = template_problem(spec.rollout.turns, row, tokenizer, template_arguments(spec.data.template_args))
+    return report.model_copy(update={"problem": problem})
 
 
 def _trials(spec: RunSpec, trained: Sequence[Row], held: Sequence[Row]) -> list[RewardTrial]:
@@ -132,7 +151,11 @@ def functions_to_try(spec: RunSpec) -> tuple[list[str], list[str]]:
     functions = spec.reward.functions if has_answers or spec.any_loop_samples else ()
     is_scored = has_answers or spec.completes_held_out(pairs_have_answers=False)
     scorer = spec.evaluate.scorer_function if is_scored else ""
-    return list(functions), [scorer] if scorer else []
+    # Without a rollout, there is no reward by its environment.
+    return [one for one in functions if one != ENVIRONMENT_REWARD], [scorer] if scorer not in (
+        "",
+        ENVIRONMENT_REWARD,
+    ) else []
 
 
 def _trials_on(spec: RunSpec, functions: Sequence[str], rows: Sequence[Row]) -> list[RewardTrial]:

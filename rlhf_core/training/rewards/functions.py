@@ -33,14 +33,16 @@ if TYPE_CHECKING:  # without it, the process of the reward functions starts in a
 
 Rewards = Sequence[float | None]
 RewardFunction = Callable[..., Rewards | Coroutine[object, object, Rewards]]
-Conversations = Literal["text", "messages"]
-"""Form of conversations, ``reward.conversations``."""
+Conversations = Literal["text", "messages", "last_turn"]
+"""Form of conversations, ``reward.conversations``. Functions that compare answers are always given the text of the last
+turn of the model."""
 Text = str | Sequence[Mapping[str, Any]]
 """A completion as a text, or as the message that it is in a conversation."""
 
-OPTIONAL = ("completion_ids", "finished")
-"""Arguments that are given only to functions that name them: the tokens of each completion, and False for each
-truncated one. ``**columns`` has only the columns of the data, which may have these names and then replace them."""
+OPTIONAL = ("completion_ids", "finished", "environment_reward")
+"""Arguments that are given only to functions that name them: the tokens of each completion, False for each truncated
+one, and the reward by the environment of each rollout, if it gives one (``rollout.turns``). ``**columns`` has only the
+columns of the data, which may have these names and then replace them."""
 
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)", re.ASCII)
 _LONGEST_ANSWER = 64
@@ -78,6 +80,18 @@ def gsm8k_answer(
         float(_same_number(_completion_answer(_text(found)), _tidy(expected.rpartition("####")[2])))
         for found, expected in zip(completions, answer, strict=True)
     ]
+
+
+def environment_reward(
+    *,
+    prompts: Sequence[Text],
+    completions: Sequence[Text],
+    answer: Sequence[str],
+    environment_reward: Sequence[float | None],
+    **columns: Any,
+) -> list[float | None]:
+    """Return the reward that the environment of each rollout gives (``get_reward``)."""
+    return list(environment_reward)
 
 
 def _text(completion: Text) -> str:
@@ -194,13 +208,13 @@ def call_reward(function: RewardFunction, arguments: RewardArguments) -> RewardC
     try:
         returned: object = function(**_taken(function, arguments))
         if isinstance(returned, Coroutine):
-            returned = _run(returned)
+            returned = result_of(returned)
         return _checked(returned, count)
     except Exception as error:  # noqa: BLE001 - user code may raise anything; the run must say whose code it was
         return RewardCall(failure=_error_text(error), error=error)
 
 
-def _run(coroutine: Coroutine[object, object, object]) -> object:
+def result_of(coroutine: Coroutine[object, object, object]) -> object:
     """Result of a coroutine. If it raises, everything else that it started is cancelled, as by ``asyncio.run``: the
     call may be repeated, and its requests must not go on beside those of the next one."""
     import asyncio
@@ -244,7 +258,9 @@ def reward_arguments(
     names = dict.fromkeys(name for row in rows for name in row.columns)
     arguments: dict[str, list[Any]] = {name: [row.columns.get(name) for row in rows] for name in names}
     pairs: list[tuple[Any, Any]] = [
-        (row.prompt, made.text) if chat is None else _messages(chat, made.text)
+        (row.prompt, made.last_text if conversations == "last_turn" else made.text)
+        if chat is None
+        else _messages(chat, made)
         for row, made, chat in zip(rows, completions, chats, strict=True)
     ]
     if any(row.source for row in rows):  # a column of that name, which data prepared for verl has, replaces it
@@ -252,18 +268,22 @@ def reward_arguments(
     arguments["prompts"] = [prompt for prompt, _ in pairs]
     arguments["completions"] = [completion for _, completion in pairs]
     arguments["answer"] = [row.answer for row in rows]
-    token_ids = [list(made.token_ids) for made in completions]
-    return RewardArguments(
-        arguments, {"completion_ids": token_ids, "finished": [made.finished for made in completions]}
-    )
+    named: dict[str, list[Any]] = {
+        "completion_ids": [list(made.token_ids) for made in completions],
+        "finished": [made.finished for made in completions],
+        "environment_reward": [made.episode.reward if made.episode else None for made in completions],
+    }
+    return RewardArguments(arguments, named)
 
 
-def _messages(chat: "Conversation", text: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Prompt and completion as messages. A message of the model that the prompt begins belongs to the completion, as in
-    TRL 1.16.0 (``GRPOTrainer``)."""
+def _messages(chat: "Conversation", made: "Completion") -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Prompt and completion as messages, of several turns with the results of tools in between. A message of the model
+    that the prompt begins belongs to the completion, as in TRL 1.16.0 (``GRPOTrainer``)."""
     prompt: list[dict[str, Any]] = [dict(message) for message in chat.prompt]
     begun = str(prompt.pop().get("content") or "") if prompt[-1].get("role") == "assistant" else ""
-    return prompt, [{"role": "assistant", "content": begun + text}]
+    turns = made.episode.messages if made.episode else ({"role": "assistant", "content": made.text},)
+    first, *others = (dict(message) for message in turns)
+    return prompt, [{**first, "content": f"{begun}{first.get('content') or ''}"}, *others]
 
 
 def rewards_of(

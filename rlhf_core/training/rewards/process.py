@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import psutil
@@ -120,7 +120,7 @@ class RewardProcess:
     def close(self) -> None:
         """End the process with everything its functions started."""
         if self._process is not None:
-            _end_with_descendants(self._process, self._mark)
+            end_with_descendants(self._process, self._mark)
             self._process = None
         if self._connection is not None:
             self._connection.close()
@@ -227,27 +227,35 @@ def _packed(request: CallRequest) -> bytes:
     return HEADER.pack(len(content)) + content
 
 
-def _end_with_descendants(process: "subprocess.Popen[bytes]", mark: str) -> None:
-    """Kill a process and everything it ever started, and wait until all are gone.
+def end_with_descendants(process: "subprocess.Popen[bytes]", mark: str) -> None:
+    """Kill a process and everything it ever started, and wait until all are gone."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGSTOP)
+    kill_all(lambda: _descendants(process.pid, mark))
+    process.kill()
+    process.wait()
 
-    Descendants are frozen before they are killed: otherwise a process that keeps forking would be chased forever.
+
+def kill_all(found: Callable[[], Iterable[psutil.Process]]) -> None:
+    """Kill processes until none is found any more.
+
+    They are frozen before they are killed: otherwise a process that keeps forking would be chased forever.
+
+    Args:
+        found: returns the processes, some of which may have ended; called repeatedly.
     """
     frozen: set[int] = set()
     deadline = time.monotonic() + KILL_TIMEOUT_S
-    if process.poll() is None:
-        process.send_signal(signal.SIGSTOP)
-    while (living := _descendants(process.pid, mark)) and time.monotonic() < deadline:
+    while (living := [one for one in found() if _is_alive(one)]) and time.monotonic() < deadline:
         is_whole = {one.pid for one in living} <= frozen
         for one in living:
             with contextlib.suppress(psutil.Error):
                 one.kill() if is_whole else one.suspend()
         frozen |= {one.pid for one in living}
-    process.kill()
-    process.wait()
 
 
 def _descendants(pid: int, mark: str) -> list[psutil.Process]:
-    """Living processes that carry the mark or are children of such: not the process itself."""
+    """Processes that carry the mark or are children of such: not the process itself."""
     found: dict[int, psutil.Process] = {}
     with contextlib.suppress(psutil.Error):
         found = {child.pid: child for child in psutil.Process(pid).children(recursive=True)}
@@ -256,7 +264,7 @@ def _descendants(pid: int, mark: str) -> list[psutil.Process]:
             if one.pid not in found and one.environ().get(MARK_VARIABLE) == mark:
                 found |= {child.pid: child for child in (one, *one.children(recursive=True))}
     found.pop(pid, None)
-    return [one for one in found.values() if _is_alive(one)]
+    return list(found.values())
 
 
 def _is_alive(process: psutil.Process) -> bool:

@@ -243,7 +243,7 @@ class RewardScorer:
     def _call(self, path: str, made: Completions, seed: int, beat: Callable[[], None], share: float) -> RewardCall:
         beat()
         # Reference answers are texts, and do not repeat the beginning of a message that the prompt has.
-        form: Conversations = "text" if path in COMPARE_ANSWERS else self._reward.conversations
+        form: Conversations = "last_turn" if path in COMPARE_ANSWERS else self._reward.conversations
         arguments = reward_arguments(made.rows, made.completions, form)
         if self._process is None:
             called = call_reward(load_reward(path), arguments)
@@ -259,4 +259,7 @@ class RewardScorer:
 
 
 def _texts(made: Completions) -> list[SampledText]:
-    return [SampledText(row, one.text, one.finished) for row, one in zip(made.rows, made.completions, strict=True)]
+    return [
+        SampledText(row, one.text, one.finished, one.episode.messages if one.episode else ())
+        for row, one in zip(made.rows, made.completions, strict=True)
+    ]

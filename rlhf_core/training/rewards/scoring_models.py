@@ -30,7 +30,7 @@ from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.models.causal_lm import dropout_free_config
 from rlhf_core.training.models.loaded_weights import load_whole, move
 from rlhf_core.training.models.reward_model import RewardModel, is_reward_model
-from rlhf_core.training.types import Conversation, Row
+from rlhf_core.training.types import Conversation, Messages, Row
 
 _CUT = "<|the completion was truncated here|>"
 """Mark of the end of a truncated completion while a chat template renders it; never part of a scored text."""
@@ -43,6 +43,8 @@ class SampledText(NamedTuple):
     text: str
     finished: bool
     """True if the policy ended it; otherwise it was truncated at the maximum length."""
+    messages: Messages = ()
+    """Its turns and the results of tools between them, if it has several; the last one is a turn of the policy."""
 
 
 @dataclass(frozen=True)
@@ -181,10 +183,12 @@ class ScoringModel:
         if template == "text" or (template == "data" and row.chat is None):
             return dataclasses.replace(row, target=made.text, chat=None)
         messages = row.chat.prompt if row.chat is not None else ({"role": "user", "content": row.prompt},)
+        several = made.messages if row.chat is not None else ()
+        *before_last, last = several or ({"role": "assistant", "content": made.text},)
         # The end of a truncated completion is marked, to leave out what the template writes after it.
-        content = made.text if made.finished else made.text + _CUT
+        last = last if made.finished else {**last, "content": f"{last['content']}{_CUT}"}
         tools = row.chat.tools if row.chat is not None else ()
-        chat = Conversation(messages, target=({"role": "assistant", "content": content},), tools=tools)
+        chat = Conversation(messages, target=(*before_last, last), tools=tools)
         whole = rendered(dataclasses.replace(row, chat=chat), self._tokenizer, template_arguments(now=self._now))
         before, mark, _ = whole.target.rpartition(_CUT)
         return dataclasses.replace(whole, target=before) if mark and not made.finished else whole

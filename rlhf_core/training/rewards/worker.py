@@ -49,10 +49,10 @@ def serve(descriptor: int, parent: int) -> NoReturn:
         descriptor: socket to the trainer.
         parent: process id of the trainer; this process dies with it.
     """
-    _prepare(parent)
+    prepare(parent)
     own, functions = os.getpid(), dict[str, RewardFunction]()
     connection = socket.socket(fileno=descriptor)
-    while request := _receive(connection):
+    while request := receive(connection):
         answer = json.dumps(_answer(pickle.loads(request), functions)).encode()
         if os.getpid() != own:
             os._exit(0)  # a child that the function forked, and that returned here
@@ -65,7 +65,7 @@ def serve(descriptor: int, parent: int) -> NoReturn:
     os._exit(0)  # threads left over by a function do not delay the exit
 
 
-def _prepare(parent: int) -> None:
+def prepare(parent: int) -> None:
     """Make this process end with its trainer instead of the job, and be the first victim when memory runs out."""
     die_with_parent(parent=parent)
     # A scheduler may send SIGTERM to every process of a job, but the trainer decides when this one ends. A handler is
@@ -80,7 +80,7 @@ def _leave_it_to_the_trainer(number: int, frame: FrameType | None) -> None:
     """Ignore the signal: the trainer ends this process."""
 
 
-def _receive(connection: socket.socket) -> bytes:
+def receive(connection: socket.socket) -> bytes:
     """Receive the next message; empty once the trainer has closed the connection."""
     header = _receive_exactly(connection, HEADER.size)
     return _receive_exactly(connection, HEADER.unpack(header)[0]) if header else b""
@@ -117,13 +117,13 @@ def _call(function: RewardFunction, arguments: RewardArguments, seed: int) -> Re
     """Call the function with seeded generators. A call that is the first to import NumPy or torch is repeated, because
     its draws from their unseeded generators are not reproducible."""
     while True:
-        seeded = _seed_generators(seed)
+        seeded = seed_generators(seed)
         called = call_reward(function, arguments)
         if seeded == {name for name in _SEEDED if name in sys.modules}:
             return called
 
 
-def _seed_generators(seed: int) -> set[str]:
+def seed_generators(seed: int) -> set[str]:
     """Seed the generators of all imported libraries; return their names."""
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):

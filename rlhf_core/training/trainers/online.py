@@ -67,6 +67,9 @@ def train(
         _add_engine_metrics(step, spec, rollout, updates.totals)
         _add_rollout_metrics(step.metrics, rollout)
         _add_source_metrics(step.metrics, training.source_names, rollout)
+        if training.evaluator.conversations is not None:
+            step.times_s["tools"] += training.evaluator.conversations.take_seconds()
+            _add_turn_metrics(step.metrics, rollout)
         for name, count in training.rollouts.take_counts().items():
             step.metrics.total(name, count)
         seeds = [prompt.seeds for prompt in rollout.prompts]
@@ -132,6 +135,18 @@ def _add_source_metrics(metrics: StepMetrics, names: Sequence[str], rollout: Rol
     for prompt, of_prompt in zip(rollout.prompts, rollout.rewards.tolist(), strict=True):
         rewards[prompt.row.source] += of_prompt
     add_rewards(metrics, names, rewards)
+
+
+def _add_turn_metrics(metrics: StepMetrics, rollout: Rollout) -> None:
+    """Add the metrics of rollouts of several turns."""
+    episodes = [made.episode for made in rollout.flat if made.episode is not None]
+    num_calls = sum(one.num_calls for one in episodes)
+    metrics.mean("turns/per_rollout", sum(len(one.turns) for one in episodes), len(episodes))
+    metrics.mean("turns/calls", num_calls, len(episodes))
+    metrics.mean("turns/failed_share", sum(one.num_failed for one in episodes), num_calls)
+    metrics.mean("turns/observation_tokens", sum(one.sampled.count(False) for one in episodes), len(episodes))
+    for name, end in (("out_of_turns", "turns"), ("out_of_tokens", "tokens"), ("lost", "failure")):
+        metrics.mean(f"turns/{name}_share", sum(one.end == end for one in episodes), len(episodes))
 
 
 def _sample_lines(rollout: Rollout, advantages: Tensor, step: int) -> list[SampleLine]:

@@ -28,11 +28,13 @@ from rlhf_core.training.checkpoints.state import (
     load_trainer_state,
     restore_random_state,
 )
+from rlhf_core.training.data.chat import with_tools
 from rlhf_core.training.data.examples import Scorer
 from rlhf_core.training.data.loading import DataReport, EncodedPrompts, encode_prompts, load_data
 from rlhf_core.training.data.same_rows import require_same_rows
 from rlhf_core.training.data.tokenizers import load_tokenizer
 from rlhf_core.training.distributed import Ranks, init_process_group, leave_process_group
+from rlhf_core.training.environments.pool import EnvironmentPool
 from rlhf_core.training.evaluation.evaluator import are_written, load_evaluator, write_reports
 from rlhf_core.training.models.adapters import (
     AdapterReference,
@@ -76,12 +78,16 @@ def run_trainer(context: WorkerContext) -> RoleResult:
 
 def train_run(context: WorkerContext, ranks: Ranks) -> RoleResult:
     """Run :func:`run_trainer` within an existing process group."""
-    # Started first: its process imports the reward functions while the model loads.
-    with contextlib.closing(RewardScorer(context.spec, ranks.rank)) as scorer:
-        return _train_run(context, ranks, scorer)
+    spec = context.spec
+    # Started first: their processes import the functions of the user while the model loads.
+    with (
+        contextlib.closing(RewardScorer(spec, ranks.rank)) as scorer,
+        contextlib.closing(EnvironmentPool(spec.rollout.turns)) as pool,
+    ):
+        return _train_run(context, ranks, scorer, pool)
 
 
-def _train_run(context: WorkerContext, ranks: Ranks, scorer: RewardScorer) -> RoleResult:
+def _train_run(context: WorkerContext, ranks: Ranks, scorer: RewardScorer, pool: EnvironmentPool) -> RoleResult:
     spec = context.spec
     disable_progress_bar()
     _seed_everything(spec.seed, ranks.rank)
@@ -110,7 +116,8 @@ def _train_run(context: WorkerContext, ranks: Ranks, scorer: RewardScorer) -> Ro
     models = _Models(context, ranks, tokenizer, initial, checkpoint, beat)
     model = models.to_train(step)
     beat()
-    data = encode_prompts(rows, tokenizer, spec.data, context.stored.created_at, beat)
+    pool.describe(beat)
+    data = encode_prompts(with_tools(rows, pool.tools), tokenizer, spec.data, context.stored.created_at, beat)
     del rows  # those of messages are there twice now
     teaches = any(not loop.algorithm.samples for loop in loops(spec))
     require_embeddings(model, tokenizer, data, completions=teaches)
@@ -124,6 +131,7 @@ def _train_run(context: WorkerContext, ranks: Ranks, scorer: RewardScorer) -> Ro
         scorer,
         functools.partial(start_engine, context, ranks, tokenizer, initial),
         trains_on_samples=spec.any_loop_samples,
+        pool=pool,
         now=context.stored.created_at,
         beat=beat,
     )

@@ -254,9 +254,12 @@ class StepSampler:
         missing = [prompt for prompt in request.prompts if prompt.row.uid not in made]
         if saved:
             self._training.ranks.log(f"{len(made)} of {len(request.prompts)} prompts were completed before the restart")
-        beat = self._training.beating(Phase.ROLLOUT)
-        token_ids, seeds = [prompt.token_ids for prompt in missing], [prompt.seeds for prompt in missing]
-        sampled = self._training.rollouts.sample(token_ids, seeds, self._sampling(), version, beat)
+        beat, evaluator = self._training.beating(Phase.ROLLOUT), self._training.evaluator
+        rows, token_ids = [prompt.row for prompt in missing], [prompt.token_ids for prompt in missing]
+        seeds = [prompt.seeds for prompt in missing]
+        sampled = evaluator.sample(rows, token_ids, seeds, self._sampling(), version, beat)
+        if evaluator.conversations is not None:
+            self._training.warn(FailureKind.REWARD_FUNCTION, evaluator.conversations.take_warnings())
         made |= {prompt.row.uid: group for prompt, group in zip(missing, sampled, strict=True)}
         return [made[prompt.row.uid] for prompt in request.prompts]
 

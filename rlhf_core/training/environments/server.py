@@ -1,0 +1,118 @@
+"""Processes of tools and environments, forked from one that has imported them: one for each rollout at a time.
+
+A rollout that hangs, crashes or runs out of memory takes no other with it, and all of a rank are answered side by side.
+A fork costs milliseconds, an import seconds. Does not itself import torch.
+
+The first process serves the trainer's connection: a message with a descriptor forks a process that serves rollouts over
+it; any other ends all of them with everything that they started. Requests are pickled and answers are
+JSON, as in ``rewards/worker.py``.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import pickle
+import socket
+import sys
+from dataclasses import dataclass, field
+from typing import Any, Literal, NoReturn
+
+import psutil
+
+from rlhf_core.errors import BadConfig
+from rlhf_core.machine.parent_death import adopt_orphans, die_with_parent
+from rlhf_core.schemas.rollouts import TurnsSpec
+from rlhf_core.training.environments.functions import RolloutTools, Toolbox
+from rlhf_core.training.rewards.process import kill_all
+from rlhf_core.training.rewards.worker import HEADER, prepare, receive, seed_generators
+
+
+@dataclass(frozen=True)
+class TurnRequest:
+    """A request of one rollout."""
+
+    kind: Literal["describe", "reset", "answer", "reward"]
+    """Method of ``RolloutTools`` to call, or ``describe`` of ``Toolbox``."""
+    seed: int = 0
+    """Seed of the global generators of Python, NumPy and torch during the call."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the method."""
+
+
+def serve(descriptor: int, parent: int, spec: str) -> NoReturn:
+    """Import the functions, and serve the trainer until it closes the connection.
+
+    Args:
+        descriptor: socket to the trainer.
+        parent: process id of the trainer; this process dies with it.
+        spec: ``TurnsSpec`` as JSON.
+    """
+    prepare(parent)
+    adopt_orphans()
+    connection, own = socket.socket(fileno=descriptor), os.getpid()
+    try:
+        toolbox = Toolbox(TurnsSpec.model_validate_json(spec))
+    except BadConfig as error:
+        send(connection, {"unloadable": str(error)})
+        os._exit(0)
+    send(connection, {})
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
+        if not message:
+            os._exit(0)
+        if descriptors:
+            if os.fork() == 0:
+                connection.close()
+                die_with_parent(parent=own)
+                _serve_rollouts(toolbox, socket.socket(fileno=descriptors[0]))
+            os.close(descriptors[0])
+        else:
+            kill_all(lambda: psutil.Process().children(recursive=True))
+            _reap()
+            send(connection, {})
+
+
+def send(connection: socket.socket, content: dict[str, Any]) -> None:
+    """Send a message as JSON."""
+    body = json.dumps(content).encode()
+    connection.sendall(HEADER.pack(len(body)) + body)
+
+
+def _serve_rollouts(toolbox: Toolbox, connection: socket.socket) -> NoReturn:
+    own, tools = os.getpid(), None
+    try:
+        send(connection, {"pid": own})
+        while request := receive(connection):
+            asked: TurnRequest = pickle.loads(request)
+            seed_generators(asked.seed)
+            try:
+                if asked.kind == "describe":
+                    content = toolbox.describe()
+                else:
+                    if tools is None or asked.kind == "reset":
+                        tools = RolloutTools(toolbox)
+                    content = _answer(tools, asked)
+            except BaseException as error:  # noqa: BLE001 - SystemExit of user code is a failed call like any other
+                content = {"failure": f"raised {type(error).__name__}: {error}"}
+            if os.getpid() != own:
+                break  # a child that a tool forked, and that returned here
+            with contextlib.suppress(OSError, ValueError):  # closed by a tool
+                sys.stdout.flush()
+            send(connection, content)
+    finally:
+        os._exit(0)  # neither threads left over by a tool nor the loop of the process it was forked from
+
+
+def _answer(tools: RolloutTools, asked: TurnRequest) -> dict[str, Any]:
+    if asked.kind == "reset":
+        return {"text": tools.reset(**asked.arguments)}
+    if asked.kind == "reward":
+        return {"reward": tools.reward()}
+    return dataclasses.asdict(tools.answer(**asked.arguments))
+
+
+def _reap() -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass

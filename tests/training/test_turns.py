@@ -1,0 +1,496 @@
+"""Rollouts of several turns: tokens and masks, tools and environments in their processes, and the loop of turns."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from core_losses import policy_loss_of
+from core_models import char_tokenizer
+from pydantic import ValidationError
+
+from rlhf_core.errors import BadConfig, ToolFailed
+from rlhf_core.schemas.algorithms import specs
+from rlhf_core.schemas.rollouts import RolloutSpec, TurnsSpec
+from rlhf_core.training.algorithms.dapo import overlong_rewards
+from rlhf_core.training.algorithms.objective import StepSums
+from rlhf_core.training.data.batches import collate
+from rlhf_core.training.data.chat import with_tools
+from rlhf_core.training.data.loading import prompt_tokens
+from rlhf_core.training.data.tokenizers import build_tokenizer
+from rlhf_core.training.distributed import Ranks
+from rlhf_core.training.environments.conversations import Conversations, derived_seed
+from rlhf_core.training.environments.functions import find_calls
+from rlhf_core.training.environments.pool import EnvironmentPool
+from rlhf_core.training.environments.server import TurnRequest
+from rlhf_core.training.rewards.functions import reward_arguments
+from rlhf_core.training.rewards.process import MARK_VARIABLE
+from rlhf_core.training.rewards.scoring import Scores
+from rlhf_core.training.rollouts.base import Sampling, completion_of
+from rlhf_core.training.rollouts.seeds import sample_seed
+from rlhf_core.training.trainers.sampling import Prompt, Rollout
+from rlhf_core.training.types import Completion, Conversation, Episode, Row, Turn
+
+pytestmark = pytest.mark.training
+
+SAMPLING = [name for name, spec in specs().items() if spec.samples]
+TOOL_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool.function.name }} {% endfor %}<|im_end|>\n"
+    "{% endif %}{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n"
+    "</tool_response><|im_end|>\n{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}"
+    '<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n'
+    "</tool_call>{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""In the form of Qwen 2.5's."""
+TAGGED = '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>'
+
+
+def no_beat() -> None:
+    """Beat of a rollout without an agent."""
+
+
+# --- tokens of observations are no part of any loss ---
+
+
+def holed(values: torch.Tensor, places: Sequence[Sequence[int]], width: int, filler: float) -> torch.Tensor:
+    """Values of sampled tokens at their places among those of observations."""
+    rows = torch.full((len(values), width), filler, dtype=values.dtype)
+    for row, own in enumerate(places):
+        rows[row, own] = values[row, : len(own)]
+    return rows
+
+
+@pytest.mark.parametrize("correction", ["none", "sequence_truncate", "sequence_mask"])
+@pytest.mark.parametrize("name", SAMPLING)
+def test_a_loss_is_that_of_the_sampled_tokens_alone(name: str, correction: str) -> None:
+    """Value and gradient of sequences with holes are those of the same tokens without them."""
+    places = [[0, 3, 4, 7], [2], [0, 1, 5]]
+    mask = torch.arange(4) < torch.tensor([len(own) for own in places])[:, None]
+    with_holes = torch.zeros(3, 8, dtype=torch.bool)
+    for row, own in enumerate(places):
+        with_holes[row, own] = True
+    generator = torch.Generator().manual_seed(0)
+    drawn = [-1 + 0.3 * torch.randn(3, 4, generator=generator, dtype=torch.float64) for _ in range(4)]
+    gain = torch.tensor([[1.0], [-2.0], [0.5]], dtype=torch.float64)
+    sums = StepSums(8, 3, max_new_tokens=9)
+    settings = {"correction": correction, "kl_coefficient": 0.1}
+
+    def of(mask: torch.Tensor, place: Callable[[torch.Tensor, float], torch.Tensor]) -> tuple[float, torch.Tensor]:
+        logprobs, old, reference, sampler = (
+            place(one, filler) for one, filler in zip(drawn, (7, -3, 2, 9), strict=True)
+        )
+        logprobs.requires_grad_()
+        loss, _ = policy_loss_of(
+            name, logprobs, old, gain, mask, sums=sums, ref_logprobs=reference, sampler_logprobs=sampler, **settings
+        )
+        loss.backward()
+        assert logprobs.grad is not None
+        return float(loss.detach()), logprobs.grad
+
+    loss, gradient = of(mask, lambda one, filler: torch.where(mask, one, filler))
+    other, spread = of(with_holes, lambda one, filler: holed(one, places, 8, filler))
+    assert other == pytest.approx(loss, abs=1e-12)
+    assert not spread[~with_holes].any(), "an observation has no gradient"
+    torch.testing.assert_close(spread[with_holes], gradient[mask], atol=1e-12, rtol=0)
+    assert gradient[mask].abs().max() > 1e-3
+
+
+def episode(sampled: Sequence[bool], prompt: Sequence[int] = (1, 2)) -> Episode:
+    return Episode((Turn("a", "o"), Turn("b")), tuple(sampled), prompt)
+
+
+def test_a_batch_has_sampled_tokens_one_after_the_other() -> None:
+    """Returns and advantages go from a token to the next one that the model sampled, past observations."""
+    flags = (True, True, False, False, False, True)
+    several = Completion([10, 11, 12, 13, 14, 15], "", True, [-1.0, -2.0, -3.0], episode=episode(flags, (1, 2, 3)))
+    single = Completion([20, 21], "", False, [-1.0, -1.0], episode=episode((True, True)))
+    assert several.sampled_ids == [10, 11, 15]
+    rewards = torch.ones(1, 2, dtype=torch.float64)
+    rollout = Rollout(
+        [Prompt(Row("u", "", "", "", {}), [1, 2], [0, 1])], [[several, single]], rewards, Scores([1, 1], {}, 0, [])
+    )
+    batch = rollout.batch([0], mask_truncated=True)
+    assert rollout.num_tokens == 5
+    assert batch.sampled.mask.tolist() == [[True, True, True], [True, True, False]]
+    assert batch.sampled.trained.tolist() == [[True, True, True], [False] * 3]
+    assert batch.sampled.lengths.tolist() == [6, 2], "observations take room, as the penalty for length counts"
+    assert batch.prompts == [(1, 2, 3), (1, 2)], "the prompt that the environment completed"
+    assert overlong_rewards(batch.sampled.lengths, 7, 2, 1.0).tolist() == [-0.5, 0.0]
+    sequences = collate(
+        batch.prompts, [made.token_ids for made in rollout.flat], 0, learned=[one.sampled for one in rollout.flat]
+    )
+    predicted = sequences.input_ids[:, 1:]
+    assert predicted[sequences.target_mask].tolist() == [10, 11, 15, 20, 21]
+    assert sequences.place(torch.arange(1.0, 6.0))[0].tolist() == [0, 0, 1, 2, 0, 0, 0, 3]
+
+
+def test_a_rollout_of_one_turn_has_no_mask() -> None:
+    assert Completion([1, 2], "", True, [0.0, 0.0]).sampled == ()
+    assert Completion([1, 2], "", True, [0.0, 0.0], episode=episode((True, True))).sampled == ()
+
+
+# --- calls in the text of a turn ---
+
+
+@pytest.mark.parametrize(
+    ("text", "calls", "content"),
+    [
+        ("Hm." + TAGGED % ("add", '{"one": 1}'), [("add", {"one": 1})], "Hm."),
+        (TAGGED % ("a", '"{\\"x\\": 2}"') + TAGGED % ("b", "{}"), [("a", {"x": 2}), ("b", {})], ""),
+        ('<|python_tag|>{"name": "add", "parameters": {"one": 1}}<|eom_id|>', [("add", {"one": 1})], ""),
+        ('{"name": "Anna", "parameters": {}}', [], '{"name": "Anna", "parameters": {}}'),
+        ("{not JSON", [], "{not JSON"),
+        ("42", [], "42"),
+    ],
+)
+def test_calls_are_found(text: str, calls: list[tuple[str, Mapping[str, Any]]], content: str) -> None:
+    found, rest = find_calls(text, {"add": None})
+    assert [(call.name, call.arguments) for call in found] == calls
+    assert rest == content
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"name": 1}', '{"name": "a", "arguments": 3}', "[" * 100_000])
+def test_a_call_that_is_not_well_formed_is_observed(text: str) -> None:
+    (call,), _ = find_calls(f"<tool_call>{text}</tool_call>", {})
+    assert call.problem.startswith("the call is not well formed")
+
+
+# --- processes ---
+
+
+@contextlib.contextmanager
+def pool_of(**settings: Any) -> Iterator[EnvironmentPool]:
+    named = {
+        key: [f"turn_tools:{name}" for name in value] if key == "tools" else value for key, value in settings.items()
+    }
+    with contextlib.closing(EnvironmentPool(TurnsSpec.model_validate({"timeout_s": 1.0, **named}))) as pool:
+        yield pool
+
+
+def call(name: str, **arguments: Any) -> TurnRequest:
+    text = f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'.replace("'", '"')
+    return TurnRequest("answer", 0, {"text": text, "is_last": False})
+
+
+def started_by_tools() -> list[str]:
+    """Running processes that carry the mark of a pool of this process, or descend from one."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            mark = process.environ().get(MARK_VARIABLE, "")
+            if mark.startswith(f"{os.getpid()}-") and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(process.cmdline()))
+    return found
+
+
+def test_a_tool_that_harms_its_process_costs_one_answer() -> None:
+    with pool_of(tools=["add", "misbehave"]) as pool:
+        beats: list[int] = []
+        pool.describe(no_beat)
+        ways = ["endless", "crash", "fork", "exit", "write"]
+        requests = {number: call("misbehave", how=how) for number, how in enumerate(ways)}
+        found = pool.ask({**requests, 9: call("add", one=1, other=2)}, lambda: beats.append(1))
+        assert found[0]["failure"] == found[2]["failure"] == "did not respond within 1 s"
+        assert found[1]["failure"] == "ended its process"
+        assert found[3]["failure"] == "raised SystemExit: 4"
+        assert found[4]["lost"], "what a tool writes to the connection is no answer"
+        assert found[9]["observations"] == [{"role": "tool", "name": "add", "content": "3"}]
+        assert beats
+        assert len(started_by_tools()) > 1
+        pool.release(no_beat)
+        assert len(started_by_tools()) == 1, "the first process, which serves the next rollouts"
+        assert pool.ask({0: call("add", one=2, other=2)}, no_beat)[0]["observations"][0]["content"] == "4"
+    assert started_by_tools() == []
+
+
+def test_tools_are_described_and_errors_are_observed() -> None:
+    with pool_of(tools=["add", "later"]) as pool:
+        pool.describe(no_beat)
+        assert [tool["function"]["name"] for tool in pool.tools] == ["add", "later"]
+        assert pool.tools[0]["function"]["parameters"]["required"] == ["one", "other"]
+        assert not pool.has_reward
+        found = pool.ask({0: call("later", text="x"), 1: call("add", one=1), 2: call("gone")}, no_beat)
+    assert found[0]["observations"][0]["content"] == "later x"
+    assert "missing 1 required positional argument" in found[1]["observations"][0]["content"]
+    assert found[2]["observations"][0]["content"] == "{'error': 'Tool gone not found.'}", "in TRL's form"
+    assert [found[number]["num_failed"] for number in range(3)] == [0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tools": ["undescribed"]}, "tool undescribed: its description cannot be made"),
+        ({"tools": ["gone"]}, "turn_tools has no function or class gone"),
+        ({"environment": "no_such_module:Any"}, "importing no_such_module:Any failed: ModuleNotFoundError"),
+        ({"environment": "turn_tools:Resetless"}, "found Resetless without a method reset"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_before_training(settings: dict[str, Any], message: str) -> None:
+    with pool_of(**settings) as pool, pytest.raises(BadConfig, match=message):
+        pool.describe(no_beat)
+
+
+def test_the_last_turn_calls_nothing() -> None:
+    with pool_of(environment="turn_tools:Counter") as pool:
+        pool.ask({0: TurnRequest("reset", 0, {"columns": {"start": 5}, "seed": 0})}, no_beat)
+        last = TurnRequest("answer", 0, {**call("increase", by=3).arguments, "is_last": True})
+        found = pool.ask({0: last}, no_beat)[0]
+        assert (found["is_open"], found["observations"], len(found["calls"])) == (True, [], 1)
+        assert pool.ask({0: TurnRequest("reward")}, no_beat)[0] == {"reward": 5.0}
+
+
+# --- the loop ---
+
+
+class Scripted:
+    """Rollout engine whose turns are written in advance, by the context that they follow.
+
+    Args:
+        encode: tokens of a turn.
+    """
+
+    def __init__(self, script: Callable[[str, int], str], tokenizer: Any, encode: Callable[[str], list[int]]) -> None:
+        self.script, self.tokenizer, self.encode = script, tokenizer, encode
+        self.rounds: list[list[list[int]]] = []
+        self.seeds: list[int] = []
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[Sequence[int]],
+        sampling: Sampling,
+        version: int,
+        beat: Any,
+    ) -> list[list[Completion]]:
+        self.rounds.append([list(prompt) for prompt in prompts])
+        self.seeds += [seed for own in seeds for seed in own]
+        return [
+            [self._turn(self.tokenizer.decode(list(prompt)), seed, sampling) for seed in own]
+            for prompt, own in zip(prompts, seeds, strict=True)
+        ]
+
+    def _turn(self, context: str, seed: int, sampling: Sampling) -> Completion:
+        tokens = self.encode(self.script(context, seed))
+        end = self.tokenizer.eos_token_id
+        cut = len(tokens) > sampling.max_new_tokens
+        tokens = tokens[: sampling.max_new_tokens]
+        return completion_of(self.tokenizer, tokens, not cut and tokens[-1:] == [end], [-0.5] * len(tokens))
+
+
+def tool_tokenizer() -> Any:
+    tokenizer = char_tokenizer()
+    tokenizer.chat_template = TOOL_TEMPLATE
+    return tokenizer
+
+
+def rollout_of(
+    ranks: Ranks,
+    script: Callable[[str, int], str],
+    row: Row,
+    tokenizer: Any,
+    num_samples: int = 1,
+    budget: int = 2000,
+    **settings: Any,
+) -> tuple[list[Completion], Scripted, Conversations]:
+    """Completions of one row."""
+    spec = TurnsSpec.model_validate({"max_turn_tokens": 100, "timeout_s": 5.0, **settings})
+    engine = Scripted(script, tokenizer, lambda text: tokenizer.encode(text, add_special_tokens=False))
+    with contextlib.closing(EnvironmentPool(spec)) as pool:
+        pool.describe(no_beat)
+        from rlhf_core.training.data.chat import rendered
+
+        (row,) = with_tools([row], pool.tools)
+        row = rendered(row, tokenizer)
+        conversations = Conversations(spec, ranks, pool, tokenizer, {}, [])
+        prompts = [prompt_tokens([row], tokenizer)[0].tolist()]
+        seeds = [[sample_seed(0, 1, row.uid, index) for index in range(num_samples)]]
+        sampling = Sampling(budget, 1.0, 8)
+        (made,) = conversations.sample(engine, [row], prompts, seeds, sampling, 0, no_beat)  # type: ignore[arg-type]
+    return made, engine, conversations
+
+
+def asked(**columns: Any) -> Row:
+    return Row("u", "", "", "", columns, chat=Conversation([{"role": "user", "content": "Count."}]))
+
+
+def adds_twice(context: str, seed: int) -> str:
+    """Turns of a model that calls a tool twice in one turn, once in the next, and then answers."""
+    number = context.count("<tool_response>")
+    first = '<tool_call>\n{"name": "increase", "arguments": {"by": 2}}\n</tool_call>'
+    turns = [first * 2, first, "done"]
+    return turns[2 if number > 2 else 1 if number else 0] + "<|im_end|>"
+
+
+def test_a_conversation_has_the_tokens_of_its_template_and_the_state_of_its_environment(ranks: Ranks) -> None:
+    tokenizer, row = tool_tokenizer(), asked(start=1)
+    settings: dict[str, Any] = {"environment": "turn_tools:Counter", "max_turn_tokens": 200}
+    (made,), engine, _ = rollout_of(ranks, adds_twice, row, tokenizer, **settings)
+    found = made.episode
+    assert found is not None
+    assert made.finished
+    assert (found.end, found.num_calls, found.num_failed, found.reward) == ("answer", 3, 0, 7.0)
+    roles = [message["role"] for message in found.messages]
+    assert roles == ["assistant", "tool", "tool", "assistant", "tool", "assistant"]
+    assert [message["content"] for message in found.messages if message["role"] == "tool"] == [
+        "total 3",
+        "total 5",
+        "total 7",
+    ]
+    text = tokenizer.decode([*found.prompt_ids, *made.token_ids])
+    tools = [{"type": "function", "function": {"name": "increase"}}]
+    assert row.chat is not None
+    whole = tokenizer.apply_chat_template([*row.chat.prompt, *map(dict, found.messages)], tools=tools, tokenize=False)
+    assert f"{text}\n" == whole
+    assert tokenizer.decode(made.sampled_ids) == "".join(f"{turn.text}<|im_end|>" for turn in found.turns)
+    assert len(made.logprobs) == len(made.sampled_ids)
+    assert engine.seeds == [engine.seeds[0], *(derived_seed(engine.seeds[0], f"turn {turn}") for turn in (1, 2))]
+    assert made.last_text == "done"
+    assert "<observation>total 3total 5</observation>" in made.shown
+    arguments = reward_arguments([row], [made], "messages")
+    assert arguments.always["completions"] == [list(map(dict, found.messages))]
+    assert arguments.named["environment_reward"] == [7.0]
+    assert reward_arguments([row], [made], "last_turn").always["completions"] == ["done"]
+
+
+def test_a_sampled_token_is_never_tokenized_again(ranks: Ranks) -> None:
+    """Negative control: the text of what was sampled has other tokens."""
+    tokenizer = build_tokenizer("bpe", ["abab ab ab abab"] * 50, 320)
+    letters = [tokenizer.convert_tokens_to_ids(letter) for letter in "ab"]
+    spec = TurnsSpec(environment="turn_tools:Dice", max_turn_tokens=8)
+    encode = lambda text: [*letters, *letters, tokenizer.eos_token_id] if text == "ab" else tokenizer.encode(text)  # noqa: E731
+    engine = Scripted(lambda context, seed: "ab" if len(context) < 8 else ".<|im_end|>", tokenizer, encode)
+    row = Row("u", "x", "", "", {})
+    with contextlib.closing(EnvironmentPool(spec)) as pool:
+        pool.describe(no_beat)
+        conversations = Conversations(spec, ranks, pool, tokenizer, {}, [])
+        prompts = [tokenizer.encode("x", add_special_tokens=False)]
+        ((made,),) = conversations.sample(engine, [row], prompts, [[5]], Sampling(64, 1.0, 8), 0, no_beat)  # type: ignore[arg-type]
+    sampled = [*letters, *letters, tokenizer.eos_token_id]
+    assert made.token_ids[:5] == sampled
+    assert engine.rounds[1][0][1:6] == sampled, "the next turn follows the tokens that were sampled"
+    text = tokenizer.decode(made.token_ids[:5])
+    naive = tokenizer.encode(text, add_special_tokens=False)
+    assert naive != sampled, "negative control"
+    assert tokenizer.decode(naive) == text
+
+
+def test_rollouts_do_not_depend_on_each_other(ranks: Ranks) -> None:
+    """Every rollout has its own environment and seed; the same seeds give the same rollouts again."""
+    row = Row("u", "roll:", "", "", {})
+    script = lambda context, seed: ".<|im_end|>" if len(context) > 30 else f"{seed % 7}<|im_end|>"  # noqa: E731
+    rolls = [
+        rollout_of(ranks, script, row, char_tokenizer(), count, environment="turn_tools:Dice")[0] for count in (6, 6, 3)
+    ]
+    assert rolls[0] == rolls[1]
+    assert rolls[0][:3] == rolls[2]
+    observations = {made.episode.turns[0].observation for made in rolls[0] if made.episode}
+    assert len(observations) > 3, "drawn from the seed of each, also by the global generators"
+
+
+def test_text_of_reset_is_the_end_of_the_prompt(ranks: Ranks) -> None:
+    done = lambda context, seed: "done<|im_end|>"  # noqa: E731
+    (made,), _, _ = rollout_of(ranks, done, asked(hint=" To 9."), tool_tokenizer(), environment="turn_tools:Counter")
+    assert made.episode is not None
+    assert "<|im_start|>user\nCount. To 9.<|im_end|>" in char_tokenizer().decode(list(made.episode.prompt_ids))
+    row = Row("u", "Count.", "", "", {"hint": " To 9."})
+    (made,), engine, _ = rollout_of(ranks, done, row, char_tokenizer(), environment="turn_tools:Counter")
+    assert char_tokenizer().decode(engine.rounds[0][0]) == "Count. To 9."
+
+
+def always_calls(context: str, seed: int) -> str:
+    """A model that never answers."""
+    return '<tool_call>\n{"name": "increase", "arguments": {"by": 2}}\n</tool_call><|im_end|>'
+
+
+@pytest.mark.parametrize(
+    ("settings", "end", "turns"),
+    [
+        ({"max_turns": 3}, "turns", 3),
+        ({"budget": 300}, "tokens", 2),
+        ({"max_turn_tokens": 10}, "tokens", 1),
+    ],
+)
+def test_a_rollout_ends_at_its_bounds_with_a_sampled_token(
+    ranks: Ranks, settings: dict[str, Any], end: str, turns: int
+) -> None:
+    (made,), _, _ = rollout_of(
+        ranks, always_calls, asked(), tool_tokenizer(), environment="turn_tools:Counter", **settings
+    )
+    assert made.episode is not None
+    assert (made.episode.end, len(made.episode.turns), made.finished) == (end, turns, False)
+    assert made.episode.sampled[-1]
+    assert len(made.token_ids) <= settings.get("budget", 2000)
+    assert made.episode.messages[-1]["role"] == "assistant"
+
+
+def test_a_long_observation_is_cut(ranks: Ranks) -> None:
+    speaks = lambda context, seed: "hi<|im_end|>" if context.endswith(":") else ".<|im_end|>"  # noqa: E731
+    settings = {"environment": "turn_tools:Dice", "max_observation_tokens": 1}
+    (made,), _, _ = rollout_of(ranks, speaks, Row("u", "roll:", "", "", {}), char_tokenizer(), **settings)
+    assert made.episode is not None
+    assert len(made.episode.turns[0].observation) == 1
+    assert made.episode.sampled.count(False) == 1
+
+
+def test_a_lost_environment_ends_its_rollout_or_the_run(ranks: Ranks) -> None:
+    settings: dict[str, Any] = {"environment": "turn_tools:Fragile"}
+    calls_odd = lambda context, seed: always_calls(context, seed) if seed % 2 else "fine<|im_end|>"  # noqa: E731
+    made, _, conversations = rollout_of(ranks, calls_odd, asked(), tool_tokenizer(), 8, **settings)
+    ends = [one.episode.end for one in made if one.episode]
+    assert set(ends) == {"answer", "failure"}
+    assert [one.episode.reward is None for one in made if one.episode] == [end == "failure" for end in ends]
+    (warning,) = conversations.take_warnings()
+    assert "rollout.turns: call ended its process, in a rollout of prompt u after" in warning
+    with pytest.raises(ToolFailed, match="call ended its process"):
+        rollout_of(ranks, calls_odd, asked(), tool_tokenizer(), 8, on_failure="stop", **settings)
+
+
+def test_a_lost_tool_is_observed(ranks: Ranks) -> None:
+    def script(context: str, seed: int) -> str:
+        call = '<tool_call>{"name": "misbehave", "arguments": {"how": "crash"}}</tool_call>'
+        return f"{call if 'error' not in context else 'sorry'}<|im_end|>"
+
+    (made,), _, _ = rollout_of(ranks, script, asked(), tool_tokenizer(), tools=["turn_tools:misbehave"])
+    assert made.episode is not None
+    assert made.finished
+    assert made.episode.turns[0].observation == "{'error': 'the call ended its process'}"
+    assert (made.episode.num_calls, made.episode.num_failed, made.last_text) == (1, 1, "sorry")
+
+
+def test_a_parser_of_the_user_finds_calls(ranks: Ranks) -> None:
+    speaks = lambda context, seed: "add 1 2<|im_end|>" if context.endswith("?") else "three<|im_end|>"  # noqa: E731
+    settings: dict[str, Any] = {"tools": ["turn_tools:add"], "parser": "turn_tools:by_first_word"}
+    (made,), _, _ = rollout_of(ranks, speaks, Row("u", "1+2?", "", "", {}), char_tokenizer(), **settings)
+    assert made.shown == "add 1 2<observation>3</observation>three"
+
+
+def test_a_template_that_changes_earlier_turns_is_refused(ranks: Ranks) -> None:
+    tokenizer = tool_tokenizer()
+    tokenizer.chat_template = TOOL_TEMPLATE.replace(
+        "{{ m.content }}{% for", "{{ m.content if loop.last else '' }}!{% for"
+    )
+    tokenizer.chat_template = tokenizer.chat_template.replace("!{% for", "{{ loop.length }}{% for")
+    with pytest.raises(BadConfig, match="differently once an observation follows"):
+        rollout_of(ranks, always_calls, asked(), tokenizer, environment="turn_tools:Counter")
+
+
+# --- settings ---
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_new_tokens": 32}, "expected room for a turn"),
+        ({"max_staleness": 1}, "are not sampled ahead"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(changes: dict[str, Any], message: str) -> None:
+    turns = {"tools": ["my_tools:search"]}
+    assert RolloutSpec.model_validate({"turns": turns}).turns.are_used
+    with pytest.raises(ValidationError, match=message):
+        RolloutSpec.model_validate({"turns": turns, **changes})
