@@ -30,6 +30,8 @@ class Case:
     """The pairs state by how much the chosen completion is better."""
     sampler: bool = False
     """Completions come from an engine whose token probabilities differ from the trainer's."""
+    observed: bool = False
+    """Some tokens of the completions are observations between turns, which the policy did not sample."""
 
     @property
     def several_updates(self) -> bool:
@@ -274,7 +276,47 @@ _POLICY_GRADIENT = (
     ),
 )
 
-CASES = (*_SUPERVISED, *_PREFERENCE, *_POLICY_GRADIENT)
+_SEVERAL_TURNS = (
+    *(
+        _grpo(
+            f"{theirs}, several turns and updates, k3",
+            {"loss_type": theirs, **_MOVED, **_THEIR_PENALTY},
+            {"loss_aggregation": ours, **_PENALTY},
+            observed=True,
+        )
+        for theirs, ours in _AGGREGATION.items()
+    ),
+    _grpo(
+        "dapo, several turns, correction sequence_truncate",
+        {
+            "loss_type": "dapo",
+            "vllm_importance_sampling_mode": "sequence_truncate",
+            "vllm_importance_sampling_clip_max": 1.5,
+            **_MOVED,
+        },
+        {"correction": "sequence_truncate", "correction_cap": 1.5},
+        sampler=True,
+        observed=True,
+    ),
+    _sampled(
+        "GRPOTrainer",
+        "gspo, several turns",
+        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.05, "epsilon_high": 0.08, **_MOVED},
+        {"clip_low": 0.05, "clip_high": 0.08},
+        algorithm="gspo",
+        observed=True,
+    ),
+    _sampled(
+        "GRPOTrainer",
+        "cispo, several turns",
+        {"loss_type": "cispo", "epsilon_high": 1.28, **_MOVED},
+        {"clip_high": 0.28},
+        algorithm="cispo",
+        observed=True,
+    ),
+)
+
+CASES = (*_SUPERVISED, *_PREFERENCE, *_POLICY_GRADIENT, *_SEVERAL_TURNS)
 """All comparisons, in the order of the page."""
 
 Control = tuple[str, Options]

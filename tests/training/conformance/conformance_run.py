@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -184,10 +185,12 @@ def _sampled(case: Case, spec: AlgorithmSpec, given: Mapping[str, Any], micro_ba
     advantages = objective.advantages(batch, sums, spec).tokens
     if objective.whitens(spec) == "sequences":
         advantages = whitened_sequences(advantages, mask, moments(advantages[:, :1]))
-    sampler = _rows(given["sampler_logprobs"], mask) if case.sampler else None
+    sampler = _rows(_of_sampled(given["sampler_logprobs"], given), mask) if case.sampler else None
+    flags = given.get("sampled", [()] * len(mask))
     total, totals = 0.0, Totals()
     for part in _parts(len(mask), micro_batch):
-        sequences = collate([given["prompts"][i] for i in part], [given["completions"][i] for i in part], PAD)
+        prompts, completions = ([given[name][i] for i in part] for name in ("prompts", "completions"))
+        sequences = collate(prompts, completions, PAD, learned=[flags[i] for i in part])
         loss, stats = objective.loss(
             _forward(sequences, spec, TEMPERATURE),
             MicroBatch(
@@ -208,9 +211,10 @@ def _sampled(case: Case, spec: AlgorithmSpec, given: Mapping[str, Any], micro_ba
 def _sampled_batch(case: Case, spec: AlgorithmSpec, given: Mapping[str, Any]) -> SampledBatch:
     """Completions of the step, with the log-probabilities of the sampling policy and of the reference."""
     prompts, completions = given["prompts"], given["completions"]
-    mask = torch.arange(MAX_NEW_TOKENS) < torch.tensor([len(tokens) for tokens in completions])[:, None]
+    sampled = given.get("sampled", [[True] * len(tokens) for tokens in completions])
+    mask = torch.arange(MAX_NEW_TOKENS) < torch.tensor([sum(flags) for flags in sampled])[:, None]
     finished = torch.tensor([tokens[-1] == EOS for tokens in completions])
-    batch = collate(prompts, completions, PAD)
+    batch = collate(prompts, completions, PAD, learned=sampled)
     found = {}
     for name in ("old" if case.several_updates else "policy", "reference"):
         with torch.no_grad():
@@ -221,10 +225,16 @@ def _sampled_batch(case: Case, spec: AlgorithmSpec, given: Mapping[str, Any]) ->
         torch.tensor(given["rewards"], dtype=torch.float64),
         mask,
         mask & finished[:, None] if spec.masks_truncated else mask,
-        mask.sum(-1),
+        torch.tensor([len(tokens) for tokens in completions]),
         logprobs,
         ref_logprobs if spec.reference else None,
     )
+
+
+def _of_sampled(values: Sequence[Sequence[float]], given: Mapping[str, Any]) -> list[list[float]]:
+    """Values of the sampled tokens of each completion."""
+    flags = given.get("sampled", [[True] * len(row) for row in values])
+    return [list(compress(row, own)) for row, own in zip(values, flags, strict=True)]
 
 
 def _rows(values: Any, mask: Tensor) -> Tensor:

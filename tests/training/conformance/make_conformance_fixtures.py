@@ -29,7 +29,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "TOKENIZE
 
 import torch
 from conformance_cases import CASES, GROUP, MAX_NEW_TOKENS, TEMPERATURE, Case
-from conformance_rows import COMPLETIONS, LABELLED, PAIRS, PROMPTS, REWARDS
+from conformance_rows import COMPLETIONS, LABELLED, PAIRS, PROMPTS, REWARDS, sampled_flags
 from datasets import Dataset
 from safetensors.torch import save_file
 from tiny_models import EOS, PAD, VOCABULARY, config, fill, flat_gradient
@@ -199,7 +199,9 @@ class Recorder:
         def roll_out(prompts: list[str], trainer: Any) -> dict[str, Any]:
             prompt_ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
             completion_ids = encoded_completions()
+            masks = [[int(flag) for flag in sampled_flags(tokens)] for tokens in completion_ids]
             return {
+                **({"env_mask": masks} if case.observed else {}),
                 "prompt_ids": prompt_ids,
                 "completion_ids": completion_ids,
                 "logprobs": [sampled_logprobs(sampler, *both) for both in zip(prompt_ids, completion_ids, strict=True)],
@@ -211,7 +213,8 @@ class Recorder:
         trainer._last_loaded_step = trainer.state.global_step  # there is no engine to send weights to
         batch = trainer._generate_and_score_completions(next(iter(trainer.get_train_dataloader())))
         sampled = {"sampler_logprobs": real(batch["sampling_per_token_logps"], encoded_completions())}
-        return self._sampled_result(trainer, batch, sampled if trainer.use_vllm else {})
+        flags = {"sampled": list(map(sampled_flags, encoded_completions()))} if case.observed else {}
+        return self._sampled_result(trainer, batch, flags | (sampled if trainer.use_vllm else {}))
 
     def rloo(self, case: Case) -> Recorded:
         """Groups of given completions."""

@@ -38,6 +38,14 @@ def test_negative_control_another_setting_disagrees(name: str, changes: dict[str
     assert difference(ours(BY_NAME[name], **changes), theirs(BY_NAME[name])).gradient > 1e-3
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if case.observed], ids=lambda case: case.name)
+def test_negative_control_observations_as_sampled_tokens_disagree(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    from conformance_run import TRL, difference, ours, theirs
+
+    monkeypatch.delitem(TRL["cases"][case.name]["given"], "sampled")
+    assert difference(ours(case), theirs(case)).gradient > 1e-3
+
+
 def test_the_recorded_cases_reach_what_is_hard() -> None:
     from conformance_run import TRL, theirs
 
