@@ -65,7 +65,8 @@ class FailureKind(StrEnum):
     ENGINE = "engine"
     """A rollout engine failed."""
     REWARD_FUNCTION = "reward_function"
-    """A reward function raised an error or returned something that is not a reward."""
+    """A reward function raised an error or returned something that is not a reward, or a tool or an environment
+    failed."""
     INCOMPLETE = "incomplete"
     """An external trainer ended without an error before its last step, or started from scratch instead of resuming from
     its checkpoint."""

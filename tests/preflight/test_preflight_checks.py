@@ -31,8 +31,9 @@ from rlhf_core.preflight.registry import CHECKS, run_checks
 from rlhf_core.schemas.changes import with_changes
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.cluster import SlurmSpec
-from rlhf_core.schemas.content import ContentReport, RewardTrial, SplitReport, TokenizerReport
+from rlhf_core.schemas.content import ContentReport, RewardTrial, SplitReport, TokenizerReport, TurnsReport
 from rlhf_core.schemas.resources import PartitionSettings
+from rlhf_core.schemas.rewards import ENVIRONMENT_REWARD
 
 GIB = 2**30
 FILES = {"generator": "", "train": "/d/train.jsonl", "eval": "/d/eval.jsonl"}
@@ -267,6 +268,14 @@ def with_vllm(packages: dict[str, str], **sections: Any) -> Facts:
     return with_packages(packages, rollout={"engine": "vllm"}, **sections)
 
 
+def with_turns_tried(reward: dict[str, Any] | None = None, **report: Any) -> Facts:
+    """Healthy facts of a run with tools, and a report on them."""
+    rollout = {"turns": {"tools": ["my_tools:search"], "max_turn_tokens": 1}}
+    facts = looked_at(rollout=rollout, **({"reward": reward} if reward else {}))
+    assert facts.content is not None
+    return replace(facts, content=facts.content.model_copy(update={"turns": TurnsReport.model_validate(report)}))
+
+
 def looked_at(
     train: dict[str, Any] | None = None,
     tokens: dict[str, Any] | None = None,
@@ -392,6 +401,9 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("content.chat_template", WARNING, looked_at(tokens={"is_bypassed": True}), "set data.chat=true"),
     ("content.chat_template", WARNING, looked_at({"num_unused_tools": 3}), 'data.tools_column="tools"'),
     ("content.chat_template", WARNING, looked_at(tokens={"unread_arguments": ("enable_thinkin",)}), "enable_thinkin"),
+    ("rollout.turns", BLOCKED, with_turns_tried(problem="tried on real rows, reset raised KeyError"), "reset raised"),
+    ("rollout.turns", BLOCKED, with_turns_tried(reward={"functions": [ENVIRONMENT_REWARD]}), "without get_reward"),
+    ("rollout.unused", WARNING, with_spec(rollout={"turns": {"max_turns": 3}}), "rollout.turns.max_turns"),
     ("content.pipeline", WARNING, generated(read_s=700.0), "raise supervise.setup_floor_s to 2800"),
     ("content.pipeline", WARNING, looked_at({"read_s": 300.0, "encode_s": 300.0}), "every rank reads all of them"),
     ("code.paths", BLOCKED, healthy(missing_code=("/d/lib.py",)), "/d/lib.py"),
@@ -577,6 +589,12 @@ def test_rewards_are_not_compared_where_there_are_no_reference_answers() -> None
     assert (judged.status, "no reference answers to compare" in judged.found) == (CheckStatus.PASSED, True)
     (compared,) = found(looked_at(trial=trial, **sections), "content.rewards")
     assert compared.status is WARNING
+
+
+def test_tools_that_were_tried_pass() -> None:
+    functions = {"functions": [ENVIRONMENT_REWARD]}
+    (finding,) = found(with_turns_tried(has_reward=True, reward=functions, tools=("search",)), "rollout.turns")
+    assert (finding.status, finding.found) == (CheckStatus.PASSED, "the model is told of search; at most 8 turns")
 
 
 def test_settings_of_the_engine_that_samples_are_not_called_unused() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from control_fakes import make_spec
 from core_models import char_tokenizer
+from turn_tools import TOOL_TEMPLATE
 
 from rlhf_core.schemas.changes import with_changes
 from rlhf_core.schemas.content import ContentReport, TrialProblem
@@ -17,7 +18,7 @@ from rlhf_core.schemas.model import BUILT_TOKENIZERS
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.data.loading import completion_lengths, prompt_tokens
 from rlhf_core.training.data.tokenizer_cores import build_core
-from rlhf_core.training.data.tokenizers import build_tokenizer
+from rlhf_core.training.data.tokenizers import CHAT_TEMPLATE, build_tokenizer
 from rlhf_core.training.probes.content import CoreTokenizer, check_tokenizer, functions_to_try
 from rlhf_core.training.types import Row
 
@@ -230,3 +231,54 @@ def test_conversations_that_the_template_refuses_are_counted(tmp_path: Path) -> 
     assert f"{tmp_path / 'train.jsonl'}:2: " in train.unrendered
     assert "too many turns" in train.unrendered
     assert train.longest_prompt == len("ab|ab|"), "the others are measured"
+
+
+FORGETFUL = "{% if m.role == 'assistant' and not loop.last %}...{% endif %}{% for call"
+"""Part of a template that renders a turn otherwise once others follow."""
+TOOLS = """
+def search(query: str) -> str:
+    \"\"\"
+    Search.
+
+    Args:
+        query: Words.
+    \"\"\"
+    print("printed by a tool")
+    return query
+
+class Folder:
+    def __init__(self):
+        print("printed by an environment")
+
+    def reset(self, size, **columns):
+        self.size = int(size)
+
+    def get_reward(self):
+        return self.size
+"""
+
+
+@pytest.mark.parametrize(
+    ("size", "template", "problem"),
+    [
+        ("3", TOOL_TEMPLATE, ""),
+        ("x", TOOL_TEMPLATE, "tried on real rows, reset raised ValueError: invalid literal for int()"),
+        ("3", CHAT_TEMPLATE, "does not tell the model of search"),
+        ("3", TOOL_TEMPLATE.replace("{% for call", FORGETFUL), "once an observation follows"),
+    ],
+)
+def test_tools_and_environments_are_tried(tmp_path: Path, size: str, template: str, problem: str) -> None:
+    tokenizer = char_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    rows = [{"prompt": [{"role": "user", "content": "How?"}], "answer": "so", "size": size}]
+    turns = {"tools": ["my_data:search"], "environment": "my_data:Folder", "max_turn_tokens": 4}
+    model = {"tokenizer": str(tmp_path / "tokenizer")}
+    spec = with_files(tmp_path, rows, rows, model=model, rollout={"turns": turns}, data={"max_prompt_tokens": 200})
+    report = report_of(spec, tmp_path, code=TOOLS)
+    assert report.turns is not None
+    assert problem in report.turns.problem
+    assert bool(report.turns.problem) == bool(problem)
+    assert (report.turns.tools, report.turns.has_reward) == (("search",), True)
+    if template == TOOL_TEMPLATE:
+        assert report.splits[0].longest_prompt > len("How?search"), "with what the model is told of the tools"

@@ -11,6 +11,7 @@ import torch
 from core_losses import policy_loss_of
 from core_models import char_tokenizer
 from pydantic import ValidationError
+from turn_tools import TOOL_TEMPLATE
 
 from rlhf_core.errors import BadConfig, ToolFailed
 from rlhf_core.schemas.algorithms import specs
@@ -37,16 +38,6 @@ from rlhf_core.training.types import Completion, Conversation, Episode, Row, Tur
 pytestmark = pytest.mark.training
 
 SAMPLING = [name for name, spec in specs().items() if spec.samples]
-TOOL_TEMPLATE = (
-    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool.function.name }} {% endfor %}<|im_end|>\n"
-    "{% endif %}{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n"
-    "</tool_response><|im_end|>\n{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-    "{% for call in m.tool_calls or [] %}"
-    '<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n'
-    "</tool_call>{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-"""In the form of Qwen 2.5's."""
 TAGGED = '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>'
 
 

@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_launcher import TrainingGroup, launch, training_group, values
+from rank_launcher import TrainingGroup, launch, make_context, training_group, values
 from test_loop_online import spec_of
 from test_loop_runs import Counting, Interrupting, final_state, interrupt, killed_for_real, metrics_of
 
 from rlhf_core.files.appended import read_models
+from rlhf_core.files.whole import read_model
 from rlhf_core.run_dir.run import RunDir
-from rlhf_core.schemas.reports import Phase, SampleLine
+from rlhf_core.schemas.reports import EvaluationReport, Phase, SampleLine
 
 pytestmark = [pytest.mark.training, pytest.mark.end_to_end]
 
@@ -39,7 +40,9 @@ KILLED = RUNS["grpo"]
 
 
 def every_scenario(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
-    """Runs of seconds, one after the other in one process group."""
+    """Runs of seconds, one after the other in one process group, and role evaluator on the first."""
+    from rlhf_core.training.evaluation.run import run_evaluator
+
     with training_group(rank, num_ranks, folder, RUNS["grpo"]) as group:
         results: dict[str, Any] = {}
         for name, spec in RUNS.items():
@@ -48,6 +51,8 @@ def every_scenario(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
             results[f"{name} collectives"] = counting.collectives
         if num_ranks == 2:
             results["unseeded"] = interrupted(group)
+    if num_ranks == 1:
+        results["evaluated"] = str(run_evaluator(make_context(f"{folder}/1 grpo", RUNS["grpo"], rank, num_ranks)))
     return results
 
 
@@ -108,6 +113,16 @@ def test_metrics_and_samples_show_the_turns(two_ranks: list[dict[str, Any]], fol
     samples = list(read_models(RunDir(folder / "2 grpo").attempt(1).restart(0).samples, SampleLine))
     assert any("<observation>=" in sample.completion for sample in samples)
     assert "eval/greedy" in metrics_of(folder, "2 grpo")[4]
+
+
+def test_evaluations_have_turns_too(one_rank: list[dict[str, Any]], folder: Path) -> None:
+    """Before training by the trainer, after it by an evaluator; greedy and sampled."""
+    assert one_rank[0]["evaluated"] == "done"
+    for when in ("before", "after"):
+        for name in ("greedy", "sampled"):
+            report = read_model(RunDir(folder / "1 grpo").evaluation(when, name), EvaluationReport)  # type: ignore[arg-type]
+            assert report.metric == "environment_reward"
+            assert any("<observation>=" in sample.completion for sample in report.samples)
 
 
 def test_a_killed_run_goes_on_bitwise(two_ranks: list[dict[str, Any]], folder: Path) -> None:

@@ -55,14 +55,18 @@ class _Process:
 class EnvironmentPool:
     """Processes of the rollouts of one rank. Main thread only: they die with the thread that started them."""
 
-    def __init__(self, spec: TurnsSpec) -> None:
+    def __init__(self, spec: TurnsSpec, output: int | None = None) -> None:
         """Start the first process, which imports the functions while the caller continues; none for a run without
-        them."""
+        them.
+
+        Args:
+            output: descriptor of their standard output; by default that of this process.
+        """
         self.tools: Sequence[Mapping[str, Any]] = ()
         """Descriptions of the tools for the chat template."""
         self.has_reward = False
         """True if the environment returns the reward of a rollout."""
-        self._spec = spec
+        self._spec, self._output = spec, output
         self._idle: list[_Process] = []
         self._environments: dict[int, _Process] = {}
         self._has_lost = False
@@ -181,6 +185,7 @@ class EnvironmentPool:
             self._server = subprocess.Popen(
                 [sys.executable, "-c", _START, *arguments],
                 stdin=subprocess.DEVNULL,
+                stdout=self._output,
                 pass_fds=[other.fileno()],
                 start_new_session=True,
                 env={**os.environ, MARK_VARIABLE: self._mark},
@@ -216,7 +221,7 @@ class EnvironmentPool:
         self._environments.pop(number, None)
         self._has_lost = True
         process.connection.close()
-        if process.pid:  # not reaped before all are ended, so nothing else has its id
+        if process.pid and self._server is not None and self._server.poll() is None:  # only reaped once all are ended
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
 

@@ -24,7 +24,7 @@ def try_turns(spec: TurnsSpec, rows: Sequence[Row]) -> tuple[TurnsReport, Sequen
     Returns:
         The report, and the descriptions of the tools.
     """
-    with contextlib.closing(EnvironmentPool(spec)) as pool:
+    with contextlib.closing(EnvironmentPool(spec, output=2)) as pool:  # the report goes to standard output
         try:
             pool.describe(_no_beat)
         except BadConfig as error:
@@ -56,10 +56,11 @@ def template_problem(spec: TurnsSpec, row: Row, tokenizer: "PreTrainedTokenizerB
     from rlhf_core.training.environments.observations import ObservationTokens
 
     assert row.chat is not None
-    absent = [name for tool in row.chat.tools if (name := str(tool["function"]["name"])) not in row.prompt]
+    tools: Sequence[Mapping[str, Any]] = row.chat.tools
+    absent = [name for tool in tools if (name := str(tool["function"]["name"])) not in row.prompt]
     if absent:
         return f"the chat template of the tokenizer does not tell the model of {', '.join(absent)}"
-    role = "tool" if row.chat.tools else "user"
+    role = "tool" if tools else "user"
     observation = {"role": role, "name": "tool", "content": "a result"}
     try:
         ObservationTokens(tokenizer, arguments, (), spec.max_observation_tokens).after(row, [], [observation])
