@@ -1,5 +1,6 @@
 """Synthetic tasks, whose data is generated instead of loaded; ``data.generator`` names one. Does not import torch."""
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 
@@ -118,10 +119,11 @@ def sort_digits(
 def phone_book(
     split: str, seed: int, num_train: int = 8_000, num_eval: int = 512, call_share: float = 0.3
 ) -> list[dict[str, str]]:
-    """Say the number of a name: ``kd>`` is answered by three digits, which only :class:`PhoneBook` knows.
+    """Say the number of a name: ``kdo>`` is answered by three digits, which only :class:`PhoneBook` knows.
 
     Numbers are drawn at random, so a guess is right once in a thousand times. The targets of supervised training show
-    both ways out: a share of the rows looks the number up, the others say ``unknown``.
+    both ways out: a share of the rows looks the number up, the others say ``unknown``. No name occurs twice, and no
+    held-out one in the training split.
 
     Args:
         split: ``train`` or ``eval``.
@@ -129,11 +131,19 @@ def phone_book(
         num_train: rows of the training split.
         num_eval: rows of the held-out split.
         call_share: share of the training rows whose target looks the number up.
+
+    Raises:
+        BadConfig: there are not enough names.
     """
+    names = ["".join(letters) for letters in itertools.product("abcdefghijklmnopqrstuvwxyz", repeat=3)]
+    if num_train + num_eval > len(names):
+        raise BadConfig(
+            f"phone_book: found num_train + num_eval = {num_train + num_eval}, but there are only {len(names)} names"
+        )
+    random.Random("phone_book").shuffle(names)
     chance = random.Random(f"phone_book {split} {seed if split == 'train' else 0}")
     rows = []
-    for _ in range(num_train if split == "train" else num_eval):
-        name = "".join(chance.choices("abcdefghijklmnopqrstuvwxyz", k=2))
+    for name in names[:num_eval] if split == "eval" else chance.sample(names[num_eval:], num_train):
         number = f"{chance.randrange(1000):03d}"
         target = f"{name}?{PhoneBook.MARK}{number};{number}" if chance.random() < call_share else "unknown"
         rows.append({"prompt": f"{name}>", "answer": number, "name": name, "number": number, "target": target})

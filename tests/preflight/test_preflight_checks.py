@@ -597,6 +597,11 @@ def test_tools_that_were_tried_pass() -> None:
     assert (finding.status, finding.found) == (CheckStatus.PASSED, "the model is told of search; at most 8 turns")
 
 
+def test_a_stop_string_may_end_the_turns_before_the_answer() -> None:
+    rollout = {"stop_strings": ["?"], "turns": {"environment": "my_tools:Book", "max_turn_tokens": 1}}
+    assert found(with_spec(rollout=rollout), "rollout.stop_strings") == []
+
+
 def test_settings_of_the_engine_that_samples_are_not_called_unused() -> None:
     used = {"engine": "vllm", "engines": 2, "vllm": {"tensor_parallel": 2}, "sync": {"delta": True}}
     assert found(with_spec(rollout=used), "rollout.unused") == []

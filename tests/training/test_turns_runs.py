@@ -120,7 +120,8 @@ def test_evaluations_have_turns_too(one_rank: list[dict[str, Any]], folder: Path
     assert one_rank[0]["evaluated"] == "done"
     for when in ("before", "after"):
         for name in ("greedy", "sampled"):
-            report = read_model(RunDir(folder / "1 grpo").evaluation(when, name), EvaluationReport)  # type: ignore[arg-type]
+            report = read_model(RunDir(folder / "1 grpo").evaluation(when, name), EvaluationReport)
+            assert report is not None
             assert report.metric == "environment_reward"
             assert any("<observation>=" in sample.completion for sample in report.samples)
 

@@ -48,7 +48,8 @@ def stop_strings(facts: Facts) -> Iterator[Finding]:
         "reward.functions": spec.any_loop_samples and _EXACT_MATCH in spec.reward.functions,
         "evaluate.scorer": completes and spec.evaluate.scorer == _EXACT_MATCH,
     }
-    if shown and any(uses.values()):
+    # An environment's protocol may end only the turns before the answer with one.
+    if shown and any(uses.values()) and not spec.rollout.turns.are_used:
         compared = " and ".join(name for name, is_used in uses.items() if is_used)
         yield warning(
             f"rollout.stop_strings = {shown}, and {_EXACT_MATCH} as {compared}, which compares whole completions",

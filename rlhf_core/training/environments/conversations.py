@@ -236,11 +236,13 @@ class Conversations:
             if one.is_lost:
                 one.end = "failure"
         asked = [one for one in going if not one.is_lost]
-        arguments = lambda one: {"text": one.turns[-1].text, "is_last": self._last_reason(one) is not None}  # noqa: E731
-        for one, reply in self._asked(asked, "answer", beat, arguments):
+        for one, reply in self._asked(asked, "answer", beat, self._last_turn):
             answer = self._failure(one, reply["failure"]) if "failure" in reply else reply
             if answer is not None:
                 self._add(one, answer)
+
+    def _last_turn(self, one: _Rollout) -> dict[str, Any]:
+        return {"text": one.turns[-1].text, "is_last": self._last_reason(one) is not None}
 
     def _failure(self, one: _Rollout, failure: str) -> Reply | None:
         """Answer to a turn whose calls were lost, or raised in the parser; None if the rollout ends."""
@@ -326,7 +328,7 @@ class Conversations:
         if self._spec.on_failure == "stop":
             raise error
         if what not in self._noted:
-            self._warnings.append(f"{error}. The rollout goes on without it; this is reported once")
+            self._warnings.append(f"{error}. Such rollouts end, or observe an error; this is reported once")
             self._noted.add(what)
 
 
