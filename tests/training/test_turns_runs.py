@@ -25,7 +25,7 @@ def with_turns(name: str, environment: str = "Uneven", zero_stage: int = 0, **se
     turns = {"environment": f"turn_tools:{environment}", "max_turns": 4, "max_turn_tokens": 4}
     rollout = {"max_new_tokens": 32, "stop_strings": list("02468"), "turns": turns}
     trainer = {**spec["trainer"], "zero_stage": zero_stage, "log_samples_every": 1}
-    evaluate = {**spec["evaluate"], "scorer": REWARD, "every_num_steps": 4}
+    evaluate = {**spec["evaluate"], "scorer": REWARD, "every_num_steps": 4, "keep_samples": 64}
     return {**spec, "rollout": rollout, "reward": {"functions": [REWARD]}, "trainer": trainer, "evaluate": evaluate}
 
 
@@ -123,7 +123,7 @@ def test_evaluations_have_turns_too(one_rank: list[dict[str, Any]], folder: Path
             report = read_model(RunDir(folder / "1 grpo").evaluation(when, name), EvaluationReport)
             assert report is not None
             assert report.metric == "environment_reward"
-            assert any("<observation>=" in sample.completion for sample in report.samples)
+            assert any("<observation>=" in sample.completion for sample in report.samples), (when, name)
 
 
 def test_a_killed_run_goes_on_bitwise(two_ranks: list[dict[str, Any]], folder: Path) -> None:
