@@ -173,7 +173,7 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class Turn:
+class ModelTurn:
     """One turn of the model in a rollout of several turns."""
 
     text: str
@@ -186,7 +186,7 @@ class Turn:
 class Episode:
     """Record of a rollout with tools or an environment, beside its tokens."""
 
-    turns: Sequence[Turn]
+    turns: Sequence[ModelTurn]
     """The turns of the model, at least one."""
     sampled: Sequence[bool]
     """False for each token of the completion that belongs to an observation."""

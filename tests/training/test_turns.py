@@ -33,7 +33,7 @@ from rlhf_core.training.rewards.scoring import Scores
 from rlhf_core.training.rollouts.base import Sampling, completion_of
 from rlhf_core.training.rollouts.seeds import sample_seed
 from rlhf_core.training.trainers.sampling import Prompt, Rollout
-from rlhf_core.training.types import Completion, Conversation, Episode, Row, Turn
+from rlhf_core.training.types import Completion, Conversation, Episode, ModelTurn, Row
 
 pytestmark = pytest.mark.training
 
@@ -92,7 +92,7 @@ def test_a_loss_is_that_of_the_sampled_tokens_alone(name: str, correction: str) 
 
 
 def episode(sampled: Sequence[bool], prompt: Sequence[int] = (1, 2)) -> Episode:
-    return Episode((Turn("a", "o"), Turn("b")), tuple(sampled), prompt)
+    return Episode((ModelTurn("a", "o"), ModelTurn("b")), tuple(sampled), prompt)
 
 
 def test_a_batch_has_sampled_tokens_one_after_the_other() -> None:

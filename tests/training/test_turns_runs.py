@@ -91,7 +91,7 @@ def test_ranks_with_different_numbers_of_turns_go_through_the_same_collectives(
 def test_one_rank_samples_and_learns_the_same_as_two(
     one_rank: list[dict[str, Any]], two_ranks: list[dict[str, Any]], folder: Path, name: str
 ) -> None:
-    """Whatever the micro-batches, whose sequences have holes: three on each rank, or three of all."""
+    """Sequences with holes give the same figures in any division over ranks and micro-batches."""
     one, two = metrics_of(folder, f"1 {name}")[3], metrics_of(folder, f"2 {name}")[3]
     assert one["rollout/completion_digest"] == two["rollout/completion_digest"]
     assert one["turns/observation_tokens"] == two["turns/observation_tokens"] > 1

@@ -24,7 +24,7 @@ from rlhf_core.training.environments.pool import EnvironmentPool, Reply
 from rlhf_core.training.environments.server import TurnRequest
 from rlhf_core.training.rewards.functions import shown
 from rlhf_core.training.rollouts.base import RolloutEngine, Sampling
-from rlhf_core.training.types import Completion, Episode, Row, Turn
+from rlhf_core.training.types import Completion, Episode, ModelTurn, Row
 
 
 def derived_seed(seed: int, name: str) -> int:
@@ -53,7 +53,7 @@ class _Rollout:
     tokens: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[ModelTurn] = field(default_factory=list)
     messages: list[Mapping[str, Any]] = field(default_factory=list)
     last: Completion | None = None
     """The last turn as the engine returned it."""
@@ -82,7 +82,7 @@ class _Rollout:
         self.tokens += made.token_ids
         self.sampled += [True] * len(made.token_ids)
         self.logprobs += made.logprobs
-        self.turns.append(Turn(made.text))
+        self.turns.append(ModelTurn(made.text))
         self.is_unanswered = True
         if not made.finished:
             self.end = "tokens"
@@ -91,7 +91,7 @@ class _Rollout:
         """Append an observation, which another turn follows."""
         self.tokens += tokens
         self.sampled += [False] * len(tokens)
-        self.turns[-1] = Turn(self.turns[-1].text, text)
+        self.turns[-1] = ModelTurn(self.turns[-1].text, text)
 
     def completion(self, tokenizer: PreTrainedTokenizerBase, reward: float | None) -> Completion:
         """The whole rollout as one completion."""
