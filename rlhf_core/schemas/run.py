@@ -188,11 +188,13 @@ class RunSpec(Schema):
         turns, longest = self.rollout.turns, self.evaluate.max_new_tokens
         if not turns.are_used:
             return self
-        if self.data.tools_column:
-            raise ValueError(
-                f"found data.tools_column = {self.data.tools_column!r} and rollout.turns, whose functions the model is "
-                "told of; expected one of them: the tools of a column are descriptions alone, which nothing can call"
-            )
+        for table, source in self.data.tables.items():
+            if source.tools_column:
+                raise ValueError(
+                    f"found {table}.tools_column = {source.tools_column!r} and rollout.turns, whose functions the model "
+                    "is told of; expected one of them: the tools of a column are descriptions alone, which nothing can "
+                    "call"
+                )
         if 0 < longest < turns.max_turn_tokens:
             raise ValueError(
                 f"found evaluate.max_new_tokens = {longest} and rollout.turns.max_turn_tokens = "

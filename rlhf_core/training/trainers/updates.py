@@ -239,8 +239,8 @@ class PolicyUpdates:
         )
 
     def _collated(self, part: Sequence[int]) -> SequenceBatch:
-        """Prompts and completions, of which only sampled tokens are predicted; for an empty micro-batch, a padding token
-        with an empty completion."""
+        """Prompts and completions, of which only sampled tokens are predicted; a padding token with an empty completion
+        for an empty micro-batch."""
         if not part:
             return self._training.collated([[self._training.tokenizer.pad_token_id]], [[]])
         completions = [self._batch.completions[index] for index in part]

@@ -185,7 +185,7 @@ def _sampled(case: Case, spec: AlgorithmSpec, given: Mapping[str, Any], micro_ba
     advantages = objective.advantages(batch, sums, spec).tokens
     if objective.whitens(spec) == "sequences":
         advantages = whitened_sequences(advantages, mask, moments(advantages[:, :1]))
-    sampler = _rows(_of_sampled(given["sampler_logprobs"], given), mask) if case.sampler else None
+    sampler = _rows(of_sampled(given["sampler_logprobs"], given), mask) if case.sampler else None
     flags = given.get("sampled", [()] * len(mask))
     total, totals = 0.0, Totals()
     for part in _parts(len(mask), micro_batch):
@@ -231,7 +231,7 @@ def _sampled_batch(case: Case, spec: AlgorithmSpec, given: Mapping[str, Any]) ->
     )
 
 
-def _of_sampled(values: Sequence[Sequence[float]], given: Mapping[str, Any]) -> list[list[float]]:
+def of_sampled(values: Sequence[Sequence[float]], given: Mapping[str, Any]) -> list[list[float]]:
     """Values of the sampled tokens of each completion."""
     flags = given.get("sampled", [[True] * len(row) for row in values])
     return [list(compress(row, own)) for row, own in zip(values, flags, strict=True)]

@@ -20,7 +20,7 @@ BY_NAME = {case.name: case for case in SAMPLED}
 def distance_from_trl(case: Case, ranks: Any, temperature: float = TEMPERATURE) -> float:
     """Largest difference of the gradient of the last update of a step, which has two if the policy is to have moved."""
     import torch
-    from conformance_run import ROWS_PER_MICRO_BATCH, TRL, theirs
+    from conformance_run import ROWS_PER_MICRO_BATCH, TRL, of_sampled, theirs
     from tiny_models import EOS, PAD, config, fill, flat_gradient
     from transformers import OPTForCausalLM
 
@@ -29,7 +29,7 @@ def distance_from_trl(case: Case, ranks: Any, temperature: float = TEMPERATURE) 
     from rlhf_core.training.models.causal_lm import PolicyModel
     from rlhf_core.training.trainers.sampling import Prompt, Rollout
     from rlhf_core.training.trainers.updates import PolicyUpdates
-    from rlhf_core.training.types import Completion
+    from rlhf_core.training.types import Completion, Episode
 
     def model(name: str) -> PolicyModel:
         causal_lm = OPTForCausalLM(config())
@@ -39,10 +39,11 @@ def distance_from_trl(case: Case, ranks: Any, temperature: float = TEMPERATURE) 
     spec = specs()[case.algorithm].model_validate({"name": case.algorithm, **case.settings})
     given = TRL["cases"][case.name]["given"]
     completions = given["completions"]
-    sampler = given["sampler_logprobs"] if case.sampler else [[0.0] * len(tokens) for tokens in completions]
+    flags = given.get("sampled", [[True] * len(tokens) for tokens in completions])
+    sampler = of_sampled(given["sampler_logprobs"] if case.sampler else [[0.0] * len(own) for own in flags], given)
     flat = [
-        Completion(tokens, "", tokens[-1] == EOS, logprobs)
-        for tokens, logprobs in zip(completions, sampler, strict=True)
+        Completion(tokens, "", tokens[-1] == EOS, logprobs, episode=Episode((), own, prompt))
+        for tokens, logprobs, own, prompt in zip(completions, sampler, flags, given["prompts"], strict=True)
     ]
     starts = range(0, len(flat), GROUP)
     rollout = Rollout(
@@ -59,7 +60,10 @@ def distance_from_trl(case: Case, ranks: Any, temperature: float = TEMPERATURE) 
         policy.zero_grad()
         fill(policy.causal_lm, "policy")
 
-    training = mock.Mock(ranks=ranks, apply=apply, collated=lambda prompts, made: collate(prompts, made, PAD))
+    def collated(prompts: Any, made: Any, learned: Any = ()) -> Any:
+        return collate(prompts, made, PAD, learned=learned)
+
+    training = mock.Mock(ranks=ranks, apply=apply, collated=collated)
     training.spec.rollout = mock.Mock(max_new_tokens=MAX_NEW_TOKENS, temperature=temperature)
     training.spec.native_trainer = mock.Mock(micro_batch_size=ROWS_PER_MICRO_BATCH, micro_batch_tokens=0)
     engine = mock.Mock(side_effect=policy, backward=torch.Tensor.backward)
