@@ -421,7 +421,7 @@ def test_a_rollout_ends_at_its_bounds_with_a_sampled_token(
 
 def test_a_long_observation_is_cut(ranks: Ranks) -> None:
     speaks = lambda context, seed: "hi<|im_end|>" if context.endswith(":") else ".<|im_end|>"  # noqa: E731
-    settings = {"environment": "turn_tools:Dice", "max_observation_tokens": 1}
+    settings: dict[str, Any] = {"environment": "turn_tools:Dice", "max_observation_tokens": 1}
     (made,), _, _ = rollout_of(ranks, speaks, Row("u", "roll:", "", "", {}), char_tokenizer(), **settings)
     assert made.episode is not None
     assert len(made.episode.turns[0].observation) == 1
