@@ -191,9 +191,9 @@ class RunSpec(Schema):
         for table, source in self.data.tables.items():
             if source.tools_column:
                 raise ValueError(
-                    f"found {table}.tools_column = {source.tools_column!r} and rollout.turns, whose functions the model "
-                    "is told of; expected one of them: the tools of a column are descriptions alone, which nothing can "
-                    "call"
+                    f"found {table}.tools_column = {source.tools_column!r} and rollout.turns, whose functions the "
+                    "model is told of; expected one of them: the tools of a column are descriptions alone, which "
+                    "nothing can call"
                 )
         if 0 < longest < turns.max_turn_tokens:
             raise ValueError(
