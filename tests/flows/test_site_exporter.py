@@ -51,8 +51,8 @@ def store(site: Site) -> Iterator[HistoryStore]:
         yield store
 
 
-def _active(site: Site, name: str = "sort", **more: str) -> RunFiles:
-    run = RunFiles(site.runs_dir, name, **more).created()
+def _active(site: Site, name: str = "sort", trial_of: str = "") -> RunFiles:
+    run = RunFiles(site.runs_dir, name, trial_of=trial_of).created()
     run.moved(RunState.PREFLIGHT, 1)
     run.metrics(1, 0, 1, 10)
     return run
