@@ -18,10 +18,10 @@ from history_tools import RunFiles, new_sqlite, synced
 from tracker_readers import scalars
 
 from rlhf_core.config.site import Site, load_site
-from rlhf_core.control import exporter
-from rlhf_core.control.exporter import SiteExporter
-from rlhf_core.control.reconcile import exporters, loop
-from rlhf_core.control.reconcile.exporters import HUNG, Exporters
+from rlhf_core.control.exporters import processes, program
+from rlhf_core.control.exporters.processes import HUNG, Exporters
+from rlhf_core.control.exporters.program import SiteExporter
+from rlhf_core.control.reconcile import loop
 from rlhf_core.errors import BadConfig
 from rlhf_core.history import queries
 from rlhf_core.history.store import HistoryStore
@@ -83,7 +83,7 @@ def test_an_ended_run_is_exported_once(site: Site, store: HistoryStore, monkeypa
     run = _active(site)
     run.moved(RunState.FAILED, 20)
     synced(run, store)
-    monkeypatch.setattr(exporter, "CATCH_UP", exporter.CATCH_UP * 1000)  # the run is of an earlier year
+    monkeypatch.setattr(program, "CATCH_UP", program.CATCH_UP * 1000)  # the run is of an earlier year
     SiteExporter(site, store, "tensorboard").update()
     (file,) = (Path(site.export.tensorboard) / run.run_id).iterdir()
     written = file.stat().st_mtime_ns
@@ -102,11 +102,11 @@ def test_credentials_are_read_from_the_private_file(site: Site, monkeypatch: pyt
     named = dataclasses.replace(site, export=ExportSite(pass_environment=("TRACKER_KEY",)))
     monkeypatch.delenv("TRACKER_KEY", raising=False)
     with pytest.raises(BadConfig, match=r"TRACKER_KEY: named in .* but not set"):
-        exporter._take_credentials(named)
+        program._take_credentials(named)
     site.job_secrets.write_text("TRACKER_KEY=secret\nOTHER=other\n")
     site.job_secrets.chmod(0o600)
     jobs = without_private(os.environ)
-    exporter._take_credentials(named)
+    program._take_credentials(named)
     monkeypatch.setenv("TRACKER_KEY", os.environ["TRACKER_KEY"])  # undone after the test
     assert os.environ["TRACKER_KEY"] == "secret"
     assert "OTHER" not in os.environ
@@ -128,7 +128,7 @@ def _children() -> list[psutil.Process]:
     found = []
     for one in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):  # or it is a zombie
-            found += [one] if exporters.PROGRAM in one.cmdline() else []
+            found += [one] if processes.PROGRAM in one.cmdline() else []
     return found
 
 
@@ -152,7 +152,7 @@ def test_a_process_that_ends_is_started_again(site: Site, monkeypatch: pytest.Mo
     _until(lambda: not first.is_running() or first.status() == psutil.STATUS_ZOMBIE)
     running.keep()
     assert [one for one in _children() if one.pid != first.pid] == [], "not before its time"
-    monkeypatch.setattr(exporters, "RESTART_INTERVAL_S", 0.0)
+    monkeypatch.setattr(processes, "RESTART_INTERVAL_S", 0.0)
     running.keep()
     assert [one.pid for one in _children()] != [first.pid]
 
@@ -162,10 +162,10 @@ def test_a_process_that_needs_a_correction_is_not_started_again(
 ) -> None:
     running.stop()
     (site.home / "rlhf.toml").write_text("")  # while the daemon runs on with the settings it has read
-    monkeypatch.setattr(exporters, "RESTART_INTERVAL_S", 0.0)
+    monkeypatch.setattr(processes, "RESTART_INTERVAL_S", 0.0)
     running.keep()
     process = running._processes["tensorboard"]
-    assert process.wait(WAIT_S) == exporters.TO_BE_CORRECTED
+    assert process.wait(WAIT_S) == processes.TO_BE_CORRECTED
     running.keep()
     assert running._processes["tensorboard"] is process
 
@@ -179,7 +179,7 @@ def test_a_site_without_trackers_has_no_process(site: Site) -> None:
 def test_the_process_ends_with_the_daemon(site: Site) -> None:
     daemon = (
         "import sys, time; from rlhf_core.config.site import load_site\n"
-        "from rlhf_core.control.reconcile.exporters import Exporters\n"
+        "from rlhf_core.control.exporters.processes import Exporters\n"
         "running = Exporters(load_site()); running.keep()\n"
         "print(running._processes['tensorboard'].pid, flush=True); time.sleep(600)"
     )
@@ -197,7 +197,7 @@ def test_the_process_ends_with_the_daemon(site: Site) -> None:
 HANGING = """
 import sys
 from rlhf_core.config.site import load_site
-from rlhf_core.control.exporter import SiteExporter
+from rlhf_core.control.exporters.program import SiteExporter
 from rlhf_core.history.store import HistoryStore
 site = load_site()
 with HistoryStore(site.database_url) as store:

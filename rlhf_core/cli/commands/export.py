@@ -13,7 +13,6 @@ from rlhf_core.cli import output
 from rlhf_core.cli.commands.history import catch_up, open_history
 from rlhf_core.condition_log import ConditionLog
 from rlhf_core.errors import BadInput, DatabaseUnavailable
-from rlhf_core.schemas.site import TRACKERS
 
 if TYPE_CHECKING:
     from rlhf_core.history.store import HistoryStore
@@ -70,6 +69,7 @@ def export(
     """
     from rlhf_core.history import queries
     from rlhf_core.render.exports.common import writing_to
+    from rlhf_core.schemas.site import TRACKERS
 
     if follow and to.value not in TRACKERS:
         raise BadInput(

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from rlhf_core.condition_log import ConditionLog
 from rlhf_core.config.site import Site
+from rlhf_core.control.exporters.processes import Exporters
 from rlhf_core.control.ingester import Ingester
 from rlhf_core.control.reconcile.actions import ActionResult, Reconciler
 from rlhf_core.control.reconcile.cleanup import SnapshotCleanup
-from rlhf_core.control.reconcile.exporters import Exporters
 from rlhf_core.control.reconcile.flow_runs import FlowRuns
 from rlhf_core.control.run_folders import earlier_lease_name, lease_name
 from rlhf_core.errors import HistoryError, LeaseLost, RlhfError

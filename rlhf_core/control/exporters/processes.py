@@ -14,7 +14,7 @@ from rlhf_core.control.adopt import site_variables
 
 log = logging.getLogger("rlhf.daemon")
 
-PROGRAM = "rlhf_core.control.exporter"
+PROGRAM = "rlhf_core.control.exporters.program"
 """Module of the processes. Started by its name: it loads what draws reports, which the daemon does without."""
 
 RESTART_INTERVAL_S = 60.0

@@ -1,4 +1,4 @@
-"""``python -m rlhf_core.control.exporter TRACKER``: export of the runs of a site to an experiment tracker.
+"""``python -m rlhf_core.control.exporters.program TRACKER``: export of the runs of a site to an experiment tracker.
 
 The site daemon keeps one such process for each tracker of ``[export]``. The process reads the history and nothing else,
 so a tracker that is slow, away, or makes its library hang or crash delays neither a run, nor the daemon, nor another
@@ -20,7 +20,7 @@ from pydantic import Field
 from rlhf_core.condition_log import ConditionLog
 from rlhf_core.config.site import Site, load_site
 from rlhf_core.control import run_folders
-from rlhf_core.control.reconcile.exporters import HANG_S, HUNG
+from rlhf_core.control.exporters.processes import HANG_S, HUNG
 from rlhf_core.errors import BadConfig, HistoryError, RlhfError
 from rlhf_core.files import private as private_files
 from rlhf_core.files.whole import read_model, remove_tree, write_model

@@ -1,0 +1,1 @@
+"""Export of all runs of a site to experiment trackers: one process for each, watched by the site daemon."""
