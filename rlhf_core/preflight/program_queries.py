@@ -27,7 +27,7 @@ def query_program(
     *,
     variables: Mapping[str, str] | None = None,
     folder: Path | None = None,
-    timeout_s: float = IMPORT_TIMEOUT_S,
+    timeout_s: float | None = None,
 ) -> dict[str, Any] | str:
     """Run a command and parse the last line of its output as a JSON object; return the error as a sentence if that
     fails.
@@ -38,8 +38,9 @@ def query_program(
         variables: Further variables.
         folder: Folder to run it in; without one that exists, it runs in an empty one, because the nodes lack the
             current one.
-        timeout_s: Time limit of the answer.
+        timeout_s: Time limit of the answer; by default ``IMPORT_TIMEOUT_S``.
     """
+    limit_s = IMPORT_TIMEOUT_S if timeout_s is None else timeout_s
     environment = without_private(os.environ)
     with contextlib.suppress(SubmissionFailed):  # reported by environment.passed
         environment |= passed.values() if passed is not None else {}
@@ -62,12 +63,12 @@ def query_program(
         except OSError as error:
             return f"cannot be started: {error.strerror}"
         try:
-            ended = _wait(process, timeout_s, tick)
+            ended = _wait(process, limit_s, tick)
         finally:
             _end(process)
         answer, complaint = _last_line(output), _last_line(complaints)
     if not ended:
-        return f"no answer within {timeout_s:g} s" + (f"; its last line: {complaint}" if complaint else "")
+        return f"no answer within {limit_s:g} s" + (f"; its last line: {complaint}" if complaint else "")
     try:
         content = json.loads(answer)
     except ValueError:

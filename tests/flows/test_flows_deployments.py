@@ -252,7 +252,7 @@ def test_a_submission_uses_the_current_file_and_leaves_schedules_alone(
     submitted = submit_config("mine.toml", site)
     parameters = client.read_flow_run(UUID(submitted.flow_run_id)).parameters
     assert overrides_of(read_form(parameters)) == [], "the learning rate of the deployment is no setting of this one"
-    with pytest.raises(BadConfig, match=r"loops\.main\.num_steps"):
+    with pytest.raises(BadConfig, match=r"loops\.main: found neither num_steps nor epochs"):
         submit("edited", site, overrides=["loops.main.num_steps=0"])
     with pytest.raises(BadInput, match="there is no deployment"):
         submit("unheard-of", site)

@@ -66,7 +66,7 @@ def test_a_server_that_does_not_start_is_an_error_with_advice(tmp_path: Path, mo
 def test_a_configured_server_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
-    monkeypatch.setattr(temporary_server, "ANSWER_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(server, "ANSWER_TIMEOUT_S", 0.1)
     url = "http://127.0.0.1:9/api"
     with (
         temporary_settings({PREFECT_API_URL: url}),

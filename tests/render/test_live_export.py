@@ -20,6 +20,7 @@ from rlhf_core.history.queries import RunDetails, show_run
 from rlhf_core.history.queries.exports import CurvePoint
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.render.exports import following
+from rlhf_core.render.exports import wandb as wandb_export
 from rlhf_core.render.exports.following import RETRY_INTERVAL_S, LiveExport, RunFollower
 from rlhf_core.render.exports.mlflow import MlflowRun
 from rlhf_core.render.exports.tensorboard import TensorBoardRun
@@ -310,7 +311,7 @@ def test_a_wandb_server_that_is_away_is_named(
     run: RunFiles, store: HistoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", KEY)
-    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "2")
+    monkeypatch.setattr(wandb_export, "INIT_TIMEOUT_S", 2.0)
     follower = RunFollower(store, run.run_id, WandbServerRun("http://127.0.0.1:9", run.run_id))
     with pytest.raises(BadInput, match=r"W&B at http://127\.0\.0\.1:9 does not take the export"):
         follower.update()

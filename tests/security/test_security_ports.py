@@ -236,17 +236,19 @@ def test_agents_that_verify_nothing_obey_the_stranger(agent_run: MakeRun, tmp_pa
 def test_no_state_of_a_run_is_read_with_pickle() -> None:
     """The rule applies to code that reads files that others can write; ``torch.load`` reads only weights.
 
-    The process of reward functions runs the user's code anyway, and reads from a socket whose other end only its
-    trainer has. The trainer never unpickles the answers.
+    The processes of reward functions, tools and environments run the user's code anyway, and read from a socket whose
+    other end only their trainer has. The trainer never unpickles the answers.
     """
     root = Path(__file__).parents[2] / "rlhf_core"
-    spoken_to = root / "training" / "rewards" / "worker.py"
-    for path in sorted([*(root / "worker").rglob("*.py"), *(root / "training").rglob("*.py")]):
+    training = root / "training"
+    readers = (training / "rewards" / "worker.py", training / "environments" / "server.py")
+    writers = (training / "rewards" / "process.py", training / "environments" / "pool.py")
+    for path in sorted([*(root / "worker").rglob("*.py"), *training.rglob("*.py")]):
         text = path.read_text(encoding="utf-8")
-        if path == spoken_to:
+        if path in readers:
             assert text.count("pickle.loads") == 1
             continue
-        if path == spoken_to.with_name("process.py"):
+        if path in writers:
             text = text.replace("import pickle", "").replace("pickle.dumps(", "").replace("pickle.HIGHEST_PROTOCOL", "")
         for forbidden in (
             "pickle.load",

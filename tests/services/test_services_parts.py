@@ -158,7 +158,7 @@ def test_a_service_on_another_host_is_neither_started_nor_stopped(site: Site) ->
 
 
 def test_a_worker_is_not_started_for_an_unresponsive_server(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(services, "ANSWER_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(server, "ANSWER_TIMEOUT_S", 0.0)
     monkeypatch.setattr(server, "answers", lambda url: False)
     away = "http://prefect.example.com/api"
     monkeypatch.setattr(required, "accepts_password", lambda url: False)

@@ -48,7 +48,7 @@ def test_functions_know_the_source_of_a_row_in_a_mixture() -> None:
         Row("1", "?", "1", "1", {}, source="math"),
         Row("2", "?", "2", "2", {"data_source": "gsm8k"}, source="code"),
     ]
-    assert reward_arguments(rows, ended(["a", "b"])).always["data_source"] == ["math", "verl"]
+    assert reward_arguments(rows, ended(["a", "b"])).always["data_source"] == ["math", "gsm8k"]
     single = [dataclasses.replace(row, source="", columns={}) for row in rows]
     assert "data_source" not in reward_arguments(single, ended(["a", "b"])).always
 

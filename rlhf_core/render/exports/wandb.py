@@ -30,6 +30,9 @@ from rlhf_core.text.redaction import masked
 if TYPE_CHECKING:
     from wandb import Run, Settings
 
+INIT_TIMEOUT_S = 60.0
+"""Longest wait for a server that takes no run, in seconds."""
+
 _LONGEST_TAG = 64
 
 
@@ -174,7 +177,7 @@ class WandbServerRun(WandbRun):
             group=self._run_id,
             resume="allow",
             dir=self._unsent,
-            settings=_settings("online", base_url=self._out),
+            settings=_settings("online", base_url=self._out, init_timeout=INIT_TIMEOUT_S),
         )
         self.place = str(opened.url)
         self._step = opened.starting_step
