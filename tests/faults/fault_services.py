@@ -170,11 +170,13 @@ class Cluster:
         self.command("scontrol", "update", f"nodename={node}", "state=down", "reason=fault")
 
     def back_in_service(self) -> None:
-        """Return all nodes that were taken out of service."""
+        """Return all nodes that were taken out of service, and wait until jobs can use them."""
         for node, state in self._states().items():
             if state.startswith(("down", "drain")):
                 with contextlib.suppress(throwaway.ClusterError):  # a node that has just returned by itself
                     self.command("scontrol", "update", f"nodename={node}", "state=resume")
+        # The star of a node that does not respond: on a busy machine, slurmd needs seconds to register.
+        until(lambda: not any(state.startswith(("down", "drain")) or "*" in state for state in self._states().values()))
 
     def nodes(self) -> list[str]:
         """Names of all nodes."""
