@@ -18,6 +18,7 @@ from typing import Any
 
 from rlhf_core.errors import BadConfig
 from rlhf_core.schemas.rollouts import TurnsSpec
+from rlhf_core.survival import Survived
 from rlhf_core.training.rewards.functions import result_of
 
 NO_TOOLS = ("reset", "get_reward", "respond")
@@ -149,10 +150,11 @@ class RolloutTools:
         return None if value is None else float(value)
 
     def _response(self, text: str) -> Answer:
-        try:
+        found = None
+        with Survived() as failed:  # user code may raise anything; the model observes it
             found = _awaited(self._respond(text))  # type: ignore[misc]  # only called if there is one
-        except Exception as error:  # noqa: BLE001 - user code may raise anything; the model observes it
-            return Answer(content=text, observations=[_user(_error(error))], is_open=True, num_failed=1)
+        if failed.error is not None:
+            return Answer(content=text, observations=[_user(_error(failed.error))], is_open=True, num_failed=1)
         if found is None:
             return Answer(content=text)
         return Answer(content=text, observations=[_user(str(found))], is_open=True)
@@ -165,14 +167,12 @@ class RolloutTools:
 
     def _result(self, call: ToolCall) -> tuple[str, bool]:
         """Text of the result, and whether the call failed; errors have TRL's form."""
-        if call.problem:
-            return str({"error": call.problem}), True
-        try:
-            if call.name not in self._tools:
-                raise ValueError(f"Tool {call.name} not found.")
+        problem = call.problem or ("" if call.name in self._tools else f"Tool {call.name} not found.")
+        if problem:
+            return str({"error": problem}), True
+        with Survived() as failed:  # user code may raise anything; the model observes it
             return str(_awaited(self._tools[call.name](**call.arguments))), False
-        except Exception as error:  # noqa: BLE001 - user code may raise anything; the model observes it
-            return _error(error), True
+        return _error(failed.error), True
 
 
 def find_calls(text: str, tools: Mapping[str, object]) -> tuple[list[ToolCall], str]:
@@ -238,7 +238,7 @@ def _awaited(value: object) -> Any:
     return result_of(value) if isinstance(value, Coroutine) else value
 
 
-def _error(error: Exception) -> str:
+def _error(error: BaseException | None) -> str:
     return str({"error": str(error)})
 
 

@@ -23,6 +23,7 @@ import psutil
 from rlhf_core.errors import BadConfig
 from rlhf_core.machine.parent_death import adopt_orphans, die_with_parent
 from rlhf_core.schemas.rollouts import TurnsSpec
+from rlhf_core.survival import Survived
 from rlhf_core.training.environments.functions import RolloutTools, Toolbox
 from rlhf_core.training.rewards.process import kill_all
 from rlhf_core.training.rewards.worker import HEADER, prepare, receive, seed_generators
@@ -86,15 +87,16 @@ def _serve_rollouts(toolbox: Toolbox, connection: socket.socket) -> NoReturn:
         while request := receive(connection):
             asked: TurnRequest = pickle.loads(request)
             seed_generators(asked.seed)
-            try:
+            content = {}
+            with Survived(also=(SystemExit, KeyboardInterrupt)) as failed:  # of user code: a failed call like any other
                 if asked.kind == "describe":
                     content = toolbox.describe()
                 else:
                     if tools is None or asked.kind == "reset":
                         tools = RolloutTools(toolbox)
                     content = _answer(tools, asked)
-            except BaseException as error:  # noqa: BLE001 - SystemExit of user code is a failed call like any other
-                content = {"failure": f"raised {type(error).__name__}: {error}"}
+            if failed.error is not None:
+                content = {"failure": f"raised {failed.problem}"}
             if os.getpid() != own:
                 break  # a child that a tool forked, and that returned here
             with contextlib.suppress(OSError, ValueError):  # closed by a tool
