@@ -185,9 +185,11 @@ def test_the_process_ends_with_the_daemon(site: Site) -> None:
     )
     with subprocess.Popen([sys.executable, "-c", daemon], stdout=subprocess.PIPE, text=True) as started:
         assert started.stdout is not None
-        child = psutil.Process(int(started.stdout.readline()))
-        _until(lambda: str(child.cmdline()[-1]) == str(started.pid))
-        started.kill()
+        try:
+            child = psutil.Process(int(started.stdout.readline()))
+            _until(lambda: child.cmdline()[-1:] == [str(started.pid)])  # empty until the program is loaded
+        finally:
+            started.kill()
     _until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
 
 
