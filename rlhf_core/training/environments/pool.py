@@ -8,13 +8,10 @@ ones are forked.
 import contextlib
 import json
 import os
-import pickle
-import secrets
 import selectors
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +21,13 @@ from typing import Any
 from rlhf_core.errors import BadConfig
 from rlhf_core.schemas.rollouts import TurnsSpec
 from rlhf_core.training.environments.server import TurnRequest
-from rlhf_core.training.rewards.process import LOAD_TIMEOUT_S, MARK_VARIABLE, POLL_INTERVAL_S, end_with_descendants
+from rlhf_core.training.rewards.process import (
+    LOAD_TIMEOUT_S,
+    POLL_INTERVAL_S,
+    end_with_descendants,
+    packed,
+    start_marked,
+)
 from rlhf_core.training.rewards.worker import HEADER
 
 SIDE_BY_SIDE = 64
@@ -178,19 +181,9 @@ class EnvironmentPool:
         self._is_loaded = False
 
     def _start(self) -> None:
-        own, other = socket.socketpair()
-        self._mark = f"{os.getpid()}-{secrets.token_hex(8)}"
-        arguments = [json.dumps(sys.path), str(other.fileno()), str(os.getpid()), self._spec.model_dump_json()]
-        with other:
-            self._server = subprocess.Popen(
-                [sys.executable, "-c", _START, *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=self._output,
-                pass_fds=[other.fileno()],
-                start_new_session=True,
-                env={**os.environ, MARK_VARIABLE: self._mark},
-            )
-        self._connection = own
+        self._server, self._connection, self._mark = start_marked(
+            _START, self._spec.model_dump_json(), output=self._output
+        )
 
     def _process(self, number: int, beat: Callable[[], None]) -> _Process:
         """The process with the environment of a rollout, or one that is idle or new."""
@@ -240,10 +233,9 @@ class EnvironmentPool:
 
 
 def _sent(process: _Process, request: TurnRequest, timeout_s: float) -> bool:
-    content = pickle.dumps(request, protocol=pickle.HIGHEST_PROTOCOL)
     process.connection.settimeout(timeout_s)
     try:
-        process.connection.sendall(HEADER.pack(len(content)) + content)
+        process.connection.sendall(packed(request))
     except OSError:
         return False
     return True

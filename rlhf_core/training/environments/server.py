@@ -10,7 +10,6 @@ JSON, as in ``rewards/worker.py``.
 
 import contextlib
 import dataclasses
-import json
 import os
 import pickle
 import socket
@@ -26,7 +25,7 @@ from rlhf_core.schemas.rollouts import TurnsSpec
 from rlhf_core.survival import Survived
 from rlhf_core.training.environments.functions import RolloutTools, Toolbox
 from rlhf_core.training.rewards.process import kill_all
-from rlhf_core.training.rewards.worker import HEADER, prepare, receive, seed_generators
+from rlhf_core.training.rewards.worker import prepare, receive, seed_generators, send
 
 
 @dataclass(frozen=True)
@@ -72,12 +71,6 @@ def serve(descriptor: int, parent: int, spec: str) -> NoReturn:
             kill_all(lambda: psutil.Process().children(recursive=True))
             _reap()
             send(connection, {})
-
-
-def send(connection: socket.socket, content: dict[str, Any]) -> None:
-    """Send a message as JSON."""
-    body = json.dumps(content).encode()
-    connection.sendall(HEADER.pack(len(body)) + body)
 
 
 def _serve_rollouts(toolbox: Toolbox, connection: socket.socket) -> NoReturn:

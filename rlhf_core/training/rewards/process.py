@@ -127,22 +127,12 @@ class RewardProcess:
             self._connection = None
 
     def _start(self) -> None:
-        own, other = socket.socketpair()
+        self._process, own, self._mark = start_marked(_START)
         own.setblocking(False)
-        self._mark = f"{os.getpid()}-{secrets.token_hex(8)}"
-        arguments = [json.dumps(sys.path), str(other.fileno()), str(os.getpid())]
-        with other:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _START, *arguments],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[other.fileno()],
-                start_new_session=True,
-                env={**os.environ, MARK_VARIABLE: self._mark},
-            )
         self._connection = own
         self._unread = list(self._paths)
         for path in self._paths:  # a few hundred bytes, which fit into any socket buffer
-            own.sendall(_packed(CallRequest(path)))
+            own.sendall(packed(CallRequest(path)))
 
     def _exchange(self, request: CallRequest, timeout_s: float, beat: Callable[[], None]) -> dict[str, Any]:
         """Send a request and return the answer.
@@ -151,7 +141,7 @@ class RewardProcess:
             _NoAnswer: there is none; as in the methods below.
         """
         assert self._connection is not None
-        deadline, left = time.monotonic() + timeout_s, memoryview(_packed(request))
+        deadline, left = time.monotonic() + timeout_s, memoryview(packed(request))
         while left:
             self._wait(deadline, timeout_s, beat, for_writing=True)
             try:
@@ -222,9 +212,37 @@ class RewardProcess:
         return _NoAnswer(f"had its process ended by {name}{likely}")
 
 
-def _packed(request: CallRequest) -> bytes:
+def packed(request: object) -> bytes:
+    """A request as a message to a process that runs user code."""
     content = pickle.dumps(request, protocol=pickle.HIGHEST_PROTOCOL)
     return HEADER.pack(len(content)) + content
+
+
+def start_marked(
+    code: str, *arguments: str, output: int | None = None
+) -> "tuple[subprocess.Popen[bytes], socket.socket, str]":
+    """Start a process that runs user code, in a session of its own.
+
+    Args:
+        code: Python that serves a connection. Its arguments are this process's ``sys.path`` as JSON, the descriptor of
+            the connection, the id of this process, and ``arguments``.
+        output: descriptor of its standard output; by default that of this process.
+
+    Returns:
+        The process, this end of the connection, and the mark of its descendants (:data:`MARK_VARIABLE`).
+    """
+    own, other = socket.socketpair()
+    mark = f"{os.getpid()}-{secrets.token_hex(8)}"
+    with other:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, json.dumps(sys.path), str(other.fileno()), str(os.getpid()), *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            pass_fds=[other.fileno()],
+            start_new_session=True,
+            env={**os.environ, MARK_VARIABLE: mark},
+        )
+    return process, own, mark
 
 
 def end_with_descendants(process: "subprocess.Popen[bytes]", mark: str) -> None:

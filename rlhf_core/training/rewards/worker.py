@@ -53,13 +53,13 @@ def serve(descriptor: int, parent: int) -> NoReturn:
     own, functions = os.getpid(), dict[str, RewardFunction]()
     connection = socket.socket(fileno=descriptor)
     while request := receive(connection):
-        answer = json.dumps(_answer(pickle.loads(request), functions)).encode()
+        answer = _answer(pickle.loads(request), functions)
         if os.getpid() != own:
             os._exit(0)  # a child that the function forked, and that returned here
         with contextlib.suppress(OSError, ValueError):  # closed by the function
             sys.stdout.flush()
         try:
-            connection.sendall(HEADER.pack(len(answer)) + answer)
+            send(connection, answer)
         except OSError:  # closed by the function, or the trainer is gone
             os._exit(1)
     os._exit(0)  # threads left over by a function do not delay the exit
@@ -78,6 +78,12 @@ def prepare(parent: int) -> None:
 
 def _leave_it_to_the_trainer(number: int, frame: FrameType | None) -> None:
     """Ignore the signal: the trainer ends this process."""
+
+
+def send(connection: socket.socket, answer: dict[str, Any]) -> None:
+    """Send an answer as JSON."""
+    body = json.dumps(answer).encode()
+    connection.sendall(HEADER.pack(len(body)) + body)
 
 
 def receive(connection: socket.socket) -> bytes:
