@@ -4,7 +4,7 @@ a confidence interval and a table of samples."""
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal
@@ -168,10 +168,10 @@ class Evaluator:
             scores: uid, score and weight of this rank's rows.
         """
         found = {name: (sum(score * weight for _, score, weight in scores), sum(weight for *_, weight in scores))}
-        for source in sorted(set(self._sources.values())):
-            own = [(score, weight) for uid, score, weight in scores if self._sources[uid] == source]
-            found[f"{name}/{source}"] = (sum(score * weight for score, weight in own), sum(weight for _, weight in own))
-        return found
+        sums = _sums((self._sources.get(uid, ""), score, weight) for uid, score, weight in scores)
+        # Also those without rows on this rank: all ranks have the same metrics.
+        names = sorted(set(self._sources.values()))
+        return found | {f"{name}/{source}": sums.get(source, (0.0, 0.0)) for source in names}
 
     def _reports(
         self, name: EvaluationName, when: When, checkpoint_step: int, measure: Callable[[], list[MeasuredRow]]
@@ -304,13 +304,18 @@ class Evaluator:
 
 def _means(sources: Sequence[str], scores: Sequence[Sequence[float]], weights: Sequence[float]) -> dict[str, float]:
     """Mean score of each source of a mixture."""
-    found = {}
-    for name in sorted({source for source in sources if source}):
-        own = [index for index, source in enumerate(sources) if source == name]
-        total = sum(weights[index] for index in own)
-        means = (sum(scores[index]) / len(scores[index]) * weights[index] for index in own)
-        found[name] = sum(means) / total if total else 0.0
-    return found
+    rows = zip(sources, scores, weights, strict=True)
+    sums = _sums((source, sum(of_row) / len(of_row), weight) for source, of_row, weight in rows if source)
+    return {source: total / weight if weight else 0.0 for source, (total, weight) in sorted(sums.items())}
+
+
+def _sums(scores: Iterable[tuple[str, float, float]]) -> dict[str, tuple[float, float]]:
+    """Weighted sum and total weight of each source, from the source, score and weight of each row."""
+    sums: dict[str, tuple[float, float]] = {}
+    for source, score, weight in scores:
+        total, weights = sums.get(source, (0.0, 0.0))
+        sums[source] = total + score * weight, weights + weight
+    return sums
 
 
 def completes(spec: RunSpec, data: EncodedPrompts) -> bool:
