@@ -13,7 +13,7 @@ SPLITS = ("train", "eval")
 @check("data.readable")
 def readable(facts: Facts) -> Iterator[Finding]:
     """A wrong path would otherwise be found only on the nodes, after minutes in the queue."""
-    for name, file in _files(facts):
+    for name, file in facts.files().items():
         if file.problem:
             yield blocked(f"{name} = {file.path}: {file.problem}", "a readable file", f"correct {name}")
         elif file.scanned:
@@ -238,10 +238,6 @@ def code_paths(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _files(facts: Facts) -> Iterator[tuple[str, DataFile]]:
-    yield from facts.files().items()
-
-
 def _is_read_elsewhere(facts: Facts, name: str) -> bool:
     """Return True for training data that another program reads in its own format."""
     return name == "data.train" and facts.spec.trainer.kind == "command"
@@ -249,7 +245,7 @@ def _is_read_elsewhere(facts: Facts, name: str) -> bool:
 
 def _read(facts: Facts) -> Iterator[tuple[str, DataFile]]:
     """The files whose rows were read."""
-    return ((name, file) for name, file in _files(facts) if not file.problem and file.scanned)
+    return ((name, file) for name, file in facts.files().items() if not file.problem and file.scanned)
 
 
 def _places(file: DataFile, rows: BadRows) -> str:
