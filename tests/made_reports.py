@@ -1,5 +1,6 @@
 """Hand-made reports of agents, trainers and controllers, in which a test sets only the fields it is about."""
 
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
@@ -7,7 +8,7 @@ from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.checkpoint_files import CheckpointManifest
 from rlhf_core.schemas.failures import Action, DecidedBy, Decision, FailureKind, Incident
-from rlhf_core.schemas.reports import EvaluationReport, Phase, RankStatus
+from rlhf_core.schemas.reports import EvaluationReport, GroupPlace, Phase, RankStatus
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.stored_spec import StoredSpec
 
@@ -27,6 +28,12 @@ def rank_status(rank: int, **about: Any) -> RankStatus:
         "process_state": "S",
     }
     return RankStatus.model_validate({"rank": rank, **plain, **about})
+
+
+def group_place(name: str, members: Sequence[int], entered: int, **about: Any) -> GroupPlace:
+    """A rank's position in a group with gloo, waiting in the collective that it has entered last."""
+    plain = {"backend": "gloo", "waits_in": entered, "operation": "gloo:all_reduce", "shape": "Float [[4]]"}
+    return GroupPlace.model_validate({"name": name, "members": members, "entered": entered, **plain, **about})
 
 
 def checkpoint_manifest(step: int, **about: Any) -> CheckpointManifest:

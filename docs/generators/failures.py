@@ -77,11 +77,11 @@ Newer checkpoints are set aside (`supervise.rollback_on_non_finite`). `health.ac
 `roll_back` does the above, `stop` ends the run at once, and `warn` records an incident with the decision `continue`.
 The warning is repeated only after a whole window of steps without it.
 
-**Collective mismatch.** Ranks that disagree about a collective (`collective_mismatch`) end the run at once if there is
-proof: their flight recorders, or one of our own errors that compared them. If the only evidence is the text of a log or
-an error, or a rank that ended with exit code 0 while all others wait in a collective (its data may have fewer
-batches), the workers are restarted once, in place if that is allowed. If the failure recurs without a new checkpoint,
-the run ends.
+**Collective mismatch.** Ranks that disagree about a collective (`collective_mismatch`) end the run at once if there
+is proof: their flight recorders, or one of our own errors that compared them. If the only evidence is the text of a
+log or an error, a rank that ended with exit code 0 while all others wait in a collective (its data may have fewer
+batches), or ranks that wait for each other in a circle, in collectives of different process groups, the workers are
+restarted once, in place if that is allowed. If the failure recurs without a new checkpoint, the run ends.
 
 **Damaged checkpoints.** If a checkpoint is damaged (a wrong checksum, a missing, empty or unreadable file, an invalid
 manifest), the workers restart in place from the previous complete one, whatever is left of the restart budget. The
@@ -142,8 +142,8 @@ continue, it is ended at once. There are three such proofs:
 - *Blocked for good*: it waits without a timeout for a lock of its own process, and so do all its other threads; neither
   it nor its children use CPU, GPU or disk; no data is in transit between the ranks; and its peers wait in a collective
   that it has not entered. Waiting for a connection to another rank also counts if no rank can send.
-- *Disagreement*: all ranks wait inside a collective, and their flight recorders show different operations or shapes
-  under the same number. That is a bug in the code (`collective_mismatch`).
+- *Disagreement*: all ranks wait inside collectives, and the flight recorders of all members of a process group show
+  different operations or shapes under the same number. That is a bug in the code (`collective_mismatch`).
 
 Every other silence is judged by the floor alone. This covers any activity, a sleep or a timeout, a reward service, a
 file, a pipe, a child process, the kernel (state D), a debugger, an observation that is not permitted, data in transit,

@@ -242,9 +242,13 @@ front of `PYTHONPATH`; Python loads the `sitecustomize.py` in it at the start of
 thread in each rank, and in no other process.
 
 Once the program has created a process group, the thread notes four times a second how many collectives the rank has
-entered and left, in all its process groups. When a hang is examined, it also writes down the current collective. This
-distinguishes the rank that the others are waiting for from the ranks that wait. It also reveals ranks that disagree
-about a collective of the default group (`collective_mismatch`), which no retry can fix.
+entered and left, in all its process groups. When a hang is examined, it also writes down the latest collectives,
+sends and receives with the members of their groups. In a job with tensor, pipeline and data parallel groups, a rank
+that hangs keeps some ranks waiting directly and others through them; the incident names the one that waits for no
+other, and the collective that it has not entered. Ranks that disagree about a collective of any group
+(`collective_mismatch`), which no retry can fix, are found as well. Ranks that wait for each other in a circle
+probably disagree about the order of collectives: they are restarted once. Sends and receives are recorded by NCCL
+only, and were tried with recorded examples.
 
 The thread calls nothing else in torch and never reports progress on behalf of the rank. It passes control on to the
 `sitecustomize` of your environment if there is one. It needs only the standard library and Python 3.8 or later.

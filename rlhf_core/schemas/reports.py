@@ -35,6 +35,37 @@ class RepresentedProcess(Schema):
     """State of the process, as for the worker."""
 
 
+class GroupPlace(Schema):
+    """Position of a rank in the collectives of one of its process groups, from its flight recorder.
+
+    Collectives are numbered from 1, in the order in which the rank entered them.
+    """
+
+    name: Label
+    """Name of the group, the same on all of its ranks."""
+    description: Label = ""
+    """Description by the program, for instance ``default_pg``; empty without one."""
+    backend: Label = ""
+    """Backend of the collectives, for instance ``nccl``, each with its own numbers; empty if there were none."""
+    entered: Int64 = 0
+    """Number of the last collective that the rank has entered; 0 for none."""
+    waits_in: Int64 | None = None
+    """Number of the first collective that it has entered and not left; None if it has left all."""
+    operation: Label = ""
+    """That collective, or the last one if it waits in none: for instance ``gloo:all_reduce``."""
+    shape: Message = ""
+    """Types and shapes of its inputs to that collective."""
+    members: tuple[Int32, ...] = ()
+    """Ranks of the group if it waits in a collective; empty for a group of all ranks."""
+    peers: tuple[Int32, ...] = ()
+    """Ranks that it sends something to or receives something from, as long as that is not complete."""
+
+    @property
+    def group(self) -> str:
+        """The group in words."""
+        return f"process group {self.name}" + (f" ({self.description})" if self.description else "")
+
+
 class RankStatus(Schema):
     """State of one worker, observed by its agent."""
 
@@ -69,9 +100,11 @@ class RankStatus(Schema):
     collective: Label = ""
     """Last collective in its flight recorder, for instance ``gloo:all_reduce``; empty without one."""
     collective_sequence: Int64 | None = None
-    """Number of that collective in its process group, from the flight recorder."""
+    """Number of that collective in its process group."""
     collective_shape: Message = ""
-    """Types and shapes of its inputs to that collective, from the flight recorder."""
+    """Types and shapes of its inputs to that collective."""
+    process_groups: tuple[GroupPlace, ...] = ()
+    """Its positions in its process groups, the one entered last first; empty without a flight recorder."""
 
     @property
     def is_stopped(self) -> bool:

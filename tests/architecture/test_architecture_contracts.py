@@ -254,7 +254,10 @@ def test_the_exports_import_only_what_their_extra_declares(graph: grimp.ImportGr
 
 def test_the_compute_plane_imports_only_what_the_training_extra_declares(graph: grimp.ImportGraph) -> None:
     libraries = _libraries_of(graph, *COMPUTE_PLANE)
-    known = _declared("training") | {"rlhf_rank_file"}  # lies beside its importer, on the path of other programs
+    known = _declared("training") | {
+        "rlhf_flight_recorder",
+        "rlhf_rank_file",
+    }  # beside their importer, on the path of other programs
     further = {library: by for library, by in libraries.items() if library not in known}
     assert {library: by.rpartition(".")[0] for library, by in further.items()} == {
         "vllm": "rlhf_core.training.rollouts.vllm"

@@ -62,7 +62,7 @@ def test_the_control_plane_imports_without_torch() -> None:
 @pytest.mark.training
 def test_the_compute_plane_imports_without_the_control_libraries() -> None:
     # Loaded by the ranks of other programs, and by vLLM.
-    left_out = ["rlhf_core.worker.command.in_rank", "rlhf_core.training.rollouts.vllm.worker"]
+    left_out = ["rlhf_core.worker.in_rank", "rlhf_core.training.rollouts.vllm.worker"]
     done = _import_all(["rlhf_core.training", "rlhf_core.weight_sync", "rlhf_core.worker"], left_out, CONTROL_LIBRARIES)
     assert done.returncode == 0, done.stderr
     imported = set(json.loads(done.stdout.splitlines()[-1]))
@@ -70,7 +70,7 @@ def test_the_compute_plane_imports_without_the_control_libraries() -> None:
 
 
 def test_an_agent_and_a_worker_of_another_program_import_without_torch() -> None:
-    done = _import_all(["rlhf_core.worker"], ["rlhf_core.worker.command.in_rank"], TORCH_AND_KIN)
+    done = _import_all(["rlhf_core.worker"], ["rlhf_core.worker.in_rank"], TORCH_AND_KIN)
     assert done.returncode == 0, done.stderr
     imported = set(json.loads(done.stdout.splitlines()[-1]))
     assert {"rlhf_core.worker.agent.bootstrap", "rlhf_core.worker.command.follower"} <= imported

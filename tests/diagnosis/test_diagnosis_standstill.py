@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from made_reports import rank_status
+from made_reports import group_place, rank_status
 
 from rlhf_core.diagnosis.hangs import standstill
 from rlhf_core.diagnosis.hangs.liveness import GapTracker, Suspect, overdue
@@ -136,8 +136,8 @@ def test_waiting_for_a_peer_is_proven_where_nothing_in_the_job_can_send() -> Non
 
 def test_ranks_that_disagree_are_proven() -> None:
     def inside(number: int, shape: str) -> RankStatus:
-        recorded = {"collective": "gloo:all_reduce", "collective_sequence": 41, "collective_shape": shape}
-        return rank(number, in_collective=True, **recorded)
+        recorded = group_place("0", (), 41, shape=shape)
+        return rank(number, in_collective=True, collective_sequence=41, process_groups=(recorded,))
 
     ranks = [inside(0, "Float [[17]]"), inside(1, "Float [[17]]"), inside(2, "Float [[9]]")]
     inspections = [[inspected(one, 2.0 * number, io=number) for one in ranks] for number in range(3)]

@@ -1,6 +1,7 @@
 """Responsible ranks: the first rule that applies names them."""
 
 import pytest
+from made_reports import group_place
 from test_diagnosis_liveness import rank
 
 from rlhf_core.diagnosis.hangs.verdict import blame, disagreement
@@ -71,10 +72,9 @@ def test_of_ranks_behind_only_the_last_are_blamed() -> None:
     ]
     verdict = blame(ranks)
     assert (verdict.kind, verdict.ranks) == (FailureKind.HANG, (1,))
-    numbered = [one.model_copy(update={"collective_sequence": one.collectives, "collectives": 0}) for one in ranks]
-    verdict = blame([one.model_copy(update={"in_collective": True}) for one in numbered])
+    verdict = blame([recorded(one.rank, "gloo:all_reduce", one.collectives) for one in ranks])
     assert verdict.ranks == (1,)
-    assert "has not entered collective number 41 of its process group" in verdict.reason
+    assert "has not entered gloo:all_reduce, number 41 of process group 0, in which rank 0 waits" in verdict.reason
 
 
 def test_a_root_that_has_left_a_broadcast_early_makes_no_culprits_of_all_others() -> None:
@@ -91,13 +91,7 @@ def test_a_verdict_on_hundreds_of_ranks_is_a_short_sentence() -> None:
 
 
 def test_of_hundreds_of_ranks_the_one_that_disagrees_is_listed() -> None:
-    ranks = [
-        rank(n, 12.0, inside=True).model_copy(
-            update={"collective": "gloo:broadcast" if n == 300 else "gloo:all_reduce", "collective_sequence": 7}
-        )
-        for n in range(512)
-    ]
-    verdict = blame(ranks)
+    verdict = blame([recorded(n, "gloo:broadcast" if n == 300 else "gloo:all_reduce") for n in range(512)])
     assert (verdict.kind, verdict.ranks) == (FailureKind.COLLECTIVE_MISMATCH, (300,))
     assert "rank 300 gloo:broadcast" in verdict.reason
     assert len(verdict.reason) < 2000
@@ -114,7 +108,8 @@ def test_ranks_behind_are_blamed_unless_most_of_all_ranks_wait_inside() -> None:
 
 def recorded(number: int, collective: str, sequence: int = 7, *, inside: bool = True) -> RankStatus:
     """A rank whose flight recorder has this as its last collective."""
-    changes = {"collective": collective, "collective_sequence": sequence}
+    place = group_place("0", (), sequence, operation=collective, waits_in=sequence if inside else None)
+    changes = {"collective": collective, "collective_sequence": sequence, "process_groups": (place,)}
     return rank(number, 12.0, inside=inside).model_copy(update=changes)
 
 
@@ -130,7 +125,7 @@ def test_ranks_outside_disagree_about_nothing() -> None:
     ranks = [recorded(n, "gloo:broadcast" if n else "gloo:all_reduce", inside=False) for n in range(2)]
     assert disagreement(ranks) is None
     assert blame(ranks, [1]).kind is FailureKind.HANG
-    waiting = [one.model_copy(update={"in_collective": True}) for one in ranks]
+    waiting = [recorded(n, "gloo:broadcast" if n else "gloo:all_reduce") for n in range(2)]
     found = disagreement(waiting)
     assert found is not None
     assert found.kind is FailureKind.COLLECTIVE_MISMATCH

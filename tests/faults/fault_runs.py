@@ -22,7 +22,7 @@ from rlhf_core.run_dir.attempt import RestartDir
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.reports import AgentEvent, MetricsLine
 from rlhf_core.schemas.resources import JOB_VARIABLE
-from rlhf_core.worker.command.in_rank.rlhf_rank_file import PATH_VARIABLE
+from rlhf_core.worker.in_rank.rlhf_rank_file import PATH_VARIABLE
 
 Found = TypeVar("Found")
 

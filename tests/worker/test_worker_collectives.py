@@ -15,38 +15,50 @@ from fork_server import fork_server
 from made_reports import rank_status
 from process_tools import until
 
-from rlhf_core.diagnosis.hangs.verdict import blame
+from rlhf_core.diagnosis.hangs.verdict import HangVerdict, blame
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import RankStatus
-from rlhf_core.worker.command import in_rank
+from rlhf_core.worker import in_rank
+from rlhf_core.worker.in_rank import rlhf_flight_recorder
 from rlhf_core.worker.liveness import collectives
 from rlhf_core.worker.liveness.collectives import (
     BUFFER_VARIABLE,
     answer_in_background,
     answer_path,
     read_answers,
-    with_collective,
 )
 from rlhf_core.worker.liveness.heartbeat import Beat, SlotFile
+from rlhf_core.worker.liveness.process_groups import with_process_groups
+
+FAULTS = {
+    "another operation": ["reduce", "gather", "reduce", "reduce"],
+    "absent": ["reduce", "", "reduce", "reduce"],
+    "absent from a pair": ["row column row column"] * 3 + [""],
+    "another order": ["row column row column"] * 3 + ["column column row row"],
+}
+"""Collectives of four ranks: all together, and in pairs of a row or a column."""
 
 
-def take_part(slots: Path, store: Path, rank: int, fault: str) -> None:
-    """Be one of two ranks in a collective, with a fault of rank 1."""
+def take_part(slots: Path, store: Path, rank: int, collectives: str) -> None:
+    """Be one of four ranks and enter these collectives, after one with all."""
     import torch
     import torch.distributed as dist
 
     os.environ[BUFFER_VARIABLE] = "64"
     beat = Beat(slots, rank)
     answer_in_background(beat, slots, rank)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4)
+    rows = [dist.new_group([0, 1], group_desc="row"), dist.new_group([2, 3], group_desc="row")]
+    columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    groups = {"reduce": None, "row": rows[rank // 2], "column": columns[rank % 2]}
     dist.all_reduce(torch.ones(4))
     with beat.collective():
-        if rank == 1 and fault == "other":
-            dist.all_gather([torch.ones(4), torch.ones(4)], torch.ones(4))
-        elif rank == 1:
-            time.sleep(1000)
-        else:
-            dist.all_reduce(torch.ones(4))
+        for name in collectives.split():
+            if name == "gather":
+                dist.all_gather([torch.ones(4)] * 4, torch.ones(4))
+            else:
+                dist.all_reduce(torch.ones(4), group=groups[name])
+        time.sleep(1000)
 
 
 def _rank(rank: int, **changes: object) -> RankStatus:
@@ -56,30 +68,34 @@ def _rank(rank: int, **changes: object) -> RankStatus:
 
 @pytest.mark.training
 @pytest.mark.parametrize(
-    ("fault", "kind", "to_blame"),
-    [("other", FailureKind.COLLECTIVE_MISMATCH, ()), ("absent", FailureKind.COLLECTIVE_HANG, (1,))],
+    ("fault", "kind", "to_blame", "words"),
+    [
+        ("another operation", FailureKind.COLLECTIVE_MISMATCH, (1,), "rank 1 gloo:all_gather"),
+        ("absent", FailureKind.COLLECTIVE_HANG, (1,), "has not entered gloo:all_reduce, number 2 of process group 0"),
+        ("absent from a pair", FailureKind.COLLECTIVE_HANG, (3,), "number 1 of process group 4, in which rank 1 waits"),
+        ("another order", FailureKind.COLLECTIVE_MISMATCH, (), "number 1 of process group 2 (row), for rank 3; rank 3"),
+    ],
 )
-def test_real_ranks_report_the_collective_they_wait_in(
-    tmp_path: Path, fault: str, kind: FailureKind, to_blame: tuple[int, ...]
+def test_real_ranks_report_the_collectives_they_wait_in(
+    tmp_path: Path, fault: str, kind: FailureKind, to_blame: tuple[int, ...], words: str
 ) -> None:
-    slots = SlotFile("collectives", 1, tmp_path.name, 2)
-    places = (slots.path, tmp_path / "store")
-    workers = [fork_server().Process(target=take_part, args=(*places, rank, fault)) for rank in range(2)]
+    slots = SlotFile("collectives", 1, tmp_path.name, 4)
+    given = [(slots.path, tmp_path / "store", rank, own) for rank, own in enumerate(FAULTS[fault])]
+    workers = [fork_server().Process(target=take_part, args=one) for one in given]
     for worker in workers:
         worker.start()
     try:
-        until(lambda: all(slots.read(index).entered == 1 for index in range(2)))
-        ranks = [_rank(index) for index in range(2)]
+        until(lambda: all(slots.read(index).entered == 1 for index in range(4)))
+        ranks = [_rank(index) for index in range(4)]
 
-        def statuses() -> list[RankStatus]:
-            answers = read_answers(ranks, slots.path, slots.request_collectives())
-            return [with_collective(rank, answers.get(rank.local_rank, "{}")) for rank in ranks]
+        def verdict() -> HangVerdict:
+            return blame(with_process_groups(ranks, read_answers(ranks, slots.path, slots.request_collectives())))
 
         # A rank marks itself as inside a collective just before it enters.
-        until(lambda: statuses()[0].collective_sequence == 2)
-        verdict = blame(statuses())
-        assert (verdict.kind, verdict.ranks, verdict.collective_sequence) == (kind, to_blame, 2)
-        assert "gloo:all_reduce" in verdict.reason
+        until(lambda: words in verdict().reason)
+        assert (verdict().kind, verdict().ranks, verdict().collective) == (kind, to_blame, "gloo:all_reduce")
+        unknown = blame(ranks)
+        assert (unknown.kind, unknown.ranks) == (FailureKind.COLLECTIVE_HANG, ()), "negative control"
     finally:
         for worker in workers:
             worker.kill()
@@ -125,41 +141,24 @@ def test_an_answer_that_was_not_read_makes_room_for_the_next(tmp_path: Path, mon
         slots.remove()
 
 
-def _entry(**changes: object) -> dict[str, object]:
-    return {
-        "is_p2p": False, "process_group": ["0", "default_pg"], "profiling_name": "gloo:all_reduce",
-        "collective_seq_id": 7, "input_dtypes": ["Float"], "input_sizes": [[4]],
-    } | changes  # fmt: skip
-
-
-def test_only_comparable_numbers_are_used() -> None:
-    found = with_collective(_rank(0), json.dumps({"entries": [_entry(), _entry(is_p2p=True, collective_seq_id=9)]}))
-    assert (found.collective, found.collective_sequence) == ("gloo:all_reduce", 7)
-    assert found.collective_shape == "Float [[4]]"
-    other_group = json.dumps({"entries": [_entry(process_group=["1", "pipeline"])]})
-    for content in (other_group, "{}", "", "[]", '{"entries": [{}]}', '{"entries": 3}'):
-        assert with_collective(_rank(0), content) == _rank(0)
-
-
 @pytest.mark.parametrize("has_nccl", [True, False])
-def test_the_nccl_recorder_is_read_if_it_has_entries(has_nccl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recorder_that_has_entries_is_read(has_nccl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch 2.13 with CUDA, which is not available here, has a recorder for NCCL and one for all other backends."""
 
     def dump(name: str, is_used: bool) -> object:
         status = {"0": {"last_enqueued_collective": 7, "last_completed_collective": 6}}
-        content = {"entries": [_entry(profiling_name=name)], "pg_status": status} if is_used else {"pg_status": {}}
+        content = {"entries": [{"profiling_name": name}], "pg_status": status} if is_used else {"pg_status": {}}
         return lambda includeCollectives, onlyActive: json.dumps(content).encode()
 
     recorder = SimpleNamespace(
         _dump_nccl_trace_json=dump("nccl:all_reduce", has_nccl),
         _dump_fr_trace_json=dump("gloo:all_reduce", not has_nccl),
     )
-    monkeypatch.setitem(sys.modules, collectives._MODULE, recorder)
+    monkeypatch.setitem(sys.modules, rlhf_flight_recorder._MODULE, recorder)
     expected = "nccl:all_reduce" if has_nccl else "gloo:all_reduce"
-    assert with_collective(_rank(0), collectives._recorded()).collective == expected
-    hook = _startup_hook(monkeypatch)
-    assert next(hook._dumps(recorder, "entries"))["entries"][0]["profiling_name"] == expected
-    assert hook._counts(recorder) == (7, 6, 13)
+    (content,) = json.loads(rlhf_flight_recorder.contents())["recorders"]
+    assert content["entries"][0]["profiling_name"] == expected
+    assert _startup_hook(monkeypatch)._counts(rlhf_flight_recorder.dumps("pg_status")) == (7, 6, 13)
 
 
 @pytest.mark.parametrize(
@@ -180,8 +179,7 @@ def test_all_groups_are_progress_and_the_default_one_has_the_number(
         name: {"last_enqueued_collective": entered, "last_completed_collective": left}
         for name, (entered, left) in status.items()
     }
-    recorder = SimpleNamespace(_dump_fr_trace_json=lambda **_: json.dumps({"pg_status": content}))
-    assert _startup_hook(monkeypatch)._counts(recorder) == counts
+    assert _startup_hook(monkeypatch)._counts([{"pg_status": content}] if content else []) == counts
 
 
 def _startup_hook(monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -195,32 +193,3 @@ def _startup_hook(monkeypatch: pytest.MonkeyPatch) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-RECORDED = {"collective": "gloo:all_reduce", "collective_sequence": 7, "collective_shape": "Float [[4]]"}
-
-
-def test_a_wrong_shape_is_a_mismatch_of_the_deviating_rank() -> None:
-    ranks = [_rank(index, **RECORDED) for index in range(3)]
-    ranks[2] = _rank(2, **RECORDED | {"collective_shape": "Float [[5]]"})
-    verdict = blame(ranks)
-    assert (verdict.kind, verdict.ranks) == (FailureKind.COLLECTIVE_MISMATCH, (2,))
-    assert "rank 2 gloo:all_reduce Float [[5]]" in verdict.reason
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"collective_sequence": None},
-        {"collective_shape": "Float [[5]]", "in_collective": False},
-        {"collective_shape": "Float [[5]]", "process_state": "T"},
-        {"collective_shape": "Float [[5]]", "collective_sequence": 6},
-    ],
-)
-def test_nothing_less_is_a_mismatch(changes: dict[str, object]) -> None:
-    """Negative control: a mismatch stops the run, so nothing else may look like one."""
-    ranks = [_rank(0, **RECORDED), _rank(1, **RECORDED | changes)]
-    assert blame(ranks).kind is not FailureKind.COLLECTIVE_MISMATCH
-    broadcasts = [rank.model_copy(update={"collective": "gloo:broadcast"}) for rank in ranks]
-    assert blame(broadcasts).kind is not FailureKind.COLLECTIVE_MISMATCH

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from rlhf_core.diagnosis.hangs.liveness import stop_of
+from rlhf_core.diagnosis.hangs.waits import GroupWait, find_circle, find_culprits, find_disagreement, find_waits
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import RankStatus
 from rlhf_core.text.formatting import listed
@@ -48,20 +49,21 @@ def blame(
 
     0. If there are ranks with a proven standstill, only they are responsible.
     1. A process that was stopped (state T) cannot do anything.
-    2. The ranks that have entered the fewest collectives keep the others waiting. If most ranks still wait in a
-       collective that a few have left, as the root of a broadcast does early, no single rank is responsible.
-    3. A rank outside while others wait inside a collective keeps them waiting.
-    4. No rank is in a collective: each silent rank is at a standstill by itself.
-    5. All are in the same collective: the network, or ranks that disagree about it; no single rank is responsible.
+    2. Ranks that others wait for in a process group, directly or through others, and that wait for no other, by the
+       flight recorders (:mod:`rlhf_core.diagnosis.hangs.waits`). If most ranks still wait in a collective that a few
+       have left, as the root of a broadcast does early, no single rank is responsible.
+    3. The ranks that have entered the fewest collectives keep the others waiting, with the same exception.
+    4. A rank outside while others wait inside a collective keeps them waiting.
+    5. Ranks with different operations or shapes for the same collective disagree, which is a bug in the code. Ranks
+       that wait for each other in a circle probably do: a checkpoint made by another thread could look the same.
+    6. No rank is in a collective: each silent rank is at a standstill by itself.
+    7. All are in the same collective: the network, or ranks that disagree about it; no single rank is responsible.
 
     If no single rank is responsible while others have ended, those had fewer steps or batches than the ranks that wait.
 
-    Before rules 4 and 5, the flight recorders are compared if all ranks have one: rule 2 applies to their collective
-    numbers, and ranks with different operations or shapes for the same number disagree, which is a bug in the code.
-
     Args:
         ranks: All running workers of the role; at least one.
-        silent: Ranks over their limit, for rule 4; by default, the one with the longest silence.
+        silent: Ranks over their limit, for rule 6; by default, the one with the longest silence.
         proven: Ranks with a proven standstill, each with its proof.
         ended: Ranks that have ended with exit code 0.
     """
@@ -69,19 +71,31 @@ def blame(
     if ended and verdict.kind is FailureKind.COLLECTIVE_HANG and not verdict.ranks:
         verdict = _blame_ended(ranks, ended)
     known = [rank for rank in ranks if rank.collective_sequence is not None]
-    if not known or {rank.rank for rank in ranks} <= {*verdict.ranks}:
+    if verdict.collective or not known or {rank.rank for rank in ranks} <= {*verdict.ranks}:
         return verdict
-    furthest = max(known, key=lambda rank: rank.collective_sequence or 0)
+    ((group, _),) = Counter(map(_newest_group, known)).most_common(1)  # numbers of others cannot be compared
+    furthest = max((one for one in known if _newest_group(one) == group), key=lambda one: one.collective_sequence or 0)
     name, number = furthest.collective, furthest.collective_sequence
     reason = f"{verdict.reason}; the last collective that was entered is {name}, number {number}"
     return replace(verdict, reason=reason, collective=name, collective_sequence=number)
 
 
 def disagreement(ranks: Sequence[RankStatus]) -> HangVerdict | None:
-    """The verdict on ranks that all wait inside a collective with different operations or shapes, by their flight
-    recorders; None if they agree or one of them has no record."""
-    found = _blame_by_recorders(ranks) if all(rank.in_collective for rank in ranks) else None
-    return found if found is not None and found.kind is FailureKind.COLLECTIVE_MISMATCH else None
+    """The verdict on ranks that all wait inside collectives, in one of them with different operations or shapes, by
+    their flight recorders; None if they agree or one of them has no record."""
+    found = find_disagreement(ranks) if all(rank.in_collective for rank in ranks) else None
+    if found is None:
+        return None
+    described = [f"rank {rank} {operation}" for rank, operation in found.rarest_first]
+    number = found.place.waits_in
+    return HangVerdict(
+        FailureKind.COLLECTIVE_MISMATCH,
+        found.deviating,
+        f"the ranks disagree about collective number {number} of {found.place.group}: "
+        f"{listed(described, MAX_DESCRIBED, '; ')}",
+        found.place.operation,
+        number,
+    )
 
 
 def _blame_proven(ranks: Sequence[RankStatus], proven: Mapping[int, str]) -> HangVerdict | None:
@@ -99,21 +113,18 @@ def _blame(ranks: Sequence[RankStatus], silent: Collection[int]) -> HangVerdict:
     if stopped:
         described = [_describe([rank], stop_of(rank)) for rank in stopped]
         return HangVerdict(FailureKind.HANG, _numbers(stopped), listed(described, MAX_DESCRIBED, "; "))
+    waits = find_waits(ranks)
+    found = _blame_awaited(ranks, waits) or _blame_behind(ranks)
+    if found is not None:
+        return found
     furthest = max(rank.collectives for rank in ranks)
-    behind = _blame_behind(
-        ranks,
-        [rank.collectives for rank in ranks],
-        f"has not entered collective {furthest} that others wait in",
-    )
-    if behind is not None:
-        return behind
     outside = [rank for rank in ranks if not rank.in_collective]
     if outside and len(outside) < len(ranks):
         what = f"is not in collective {furthest} that others wait in"
         return HangVerdict(FailureKind.HANG, _numbers(outside), _describe(outside, what))
-    recorded = _blame_by_recorders(ranks)
-    if recorded is not None:
-        return recorded
+    found = disagreement(ranks) or _blame_circle(waits)
+    if found is not None:
+        return found
     if outside:
         oldest = max(ranks, key=lambda rank: rank.age_s)
         still = [rank for rank in ranks if rank.rank in silent] or [oldest]
@@ -141,61 +152,80 @@ def _blame_ended(ranks: Sequence[RankStatus], ended: Collection[int]) -> HangVer
     )
 
 
-def _blame_behind(ranks: Sequence[RankStatus], numbers: Sequence[int], what: str) -> HangVerdict | None:
+def _blame_awaited(ranks: Sequence[RankStatus], waits: Sequence[GroupWait]) -> HangVerdict | None:
+    """Verdict on the ranks that others wait for in process groups; None if there are none."""
+    culprits = find_culprits(waits)
+    awaited = [rank for rank in ranks if rank.rank in culprits]
+    if not awaited:
+        return None
+    described = []
+    for rank in awaited:
+        wait = next(one for one in waits if rank.rank in one.missing)
+        described.append(_describe([rank], f"has not entered {wait.what}, in which rank {wait.rank} waits for it"))
+    verdict = _blame_late(
+        ranks,
+        awaited,
+        "wait in collectives that all members of their groups have entered",
+        listed(described, MAX_DESCRIBED, "; "),
+    )
+    first = next((one for one in waits if not one.is_for_peer and {*one.missing} & {*culprits}), None)
+    if first is None:
+        return verdict
+    return replace(verdict, collective=first.place.operation, collective_sequence=first.place.waits_in)
+
+
+def _blame_circle(waits: Sequence[GroupWait]) -> HangVerdict | None:
+    """Verdict on ranks that wait for each other in collectives of different groups; None if none do."""
+    circle = find_circle(waits)
+    if not circle:
+        return None
+    pairs = zip(circle, [*circle[1:], circle[0]], strict=True)
+    described = [f"rank {one.rank} waits in {one.what}, for rank {other.rank}" for one, other in pairs]
+    return HangVerdict(
+        FailureKind.COLLECTIVE_MISMATCH,
+        (),
+        "ranks wait for each other in a circle, as if they entered collectives in different orders: "
+        f"{listed(described, MAX_DESCRIBED, '; ')}",
+        circle[0].place.operation,
+        circle[0].place.waits_in,
+        is_undecided=True,
+    )
+
+
+def _blame_behind(ranks: Sequence[RankStatus]) -> HangVerdict | None:
     """Verdict on the ranks that have entered the fewest collectives; None if all have entered as many.
 
     Ranks between them and the furthest wait for them too: only the last ones are responsible.
     """
-    fewest = min(numbers)
-    behind = [rank for rank, number in zip(ranks, numbers, strict=True) if number == fewest]
-    if len(behind) == len(ranks):
+    fewest, most = min(rank.collectives for rank in ranks), max(rank.collectives for rank in ranks)
+    behind = [rank for rank in ranks if rank.collectives == fewest]
+    if fewest == most:
         return None
-    inside = all(rank.in_collective for rank in behind)
-    if inside and len(behind) > len(ranks) / 2:
+    described = _describe(behind, f"has not entered collective {most} that others wait in")
+    return _blame_late(ranks, behind, f"wait in collective {fewest}, which the others have left", described)
+
+
+def _blame_late(ranks: Sequence[RankStatus], late: Sequence[RankStatus], inside: str, described: str) -> HangVerdict:
+    """Verdict on ranks that others wait for.
+
+    Args:
+        inside: What these ranks do if they are inside collectives, for a sentence that begins with them.
+        described: What each of them has not done.
+    """
+    are_inside = all(rank.in_collective for rank in late)
+    if are_inside and len(late) > len(ranks) / 2:
         return HangVerdict(
             FailureKind.COLLECTIVE_HANG,
             (),
-            f"{len(behind)} of {len(ranks)} ranks wait in collective {fewest}, which the others have left: the "
-            "network, or ranks that disagree about it; no single rank is responsible",
+            f"{len(late)} of {len(ranks)} ranks {inside}: the network, or ranks that disagree about it; no single rank "
+            "is responsible",
         )
-    kind = FailureKind.COLLECTIVE_HANG if inside else FailureKind.HANG
-    return HangVerdict(kind, _numbers(behind), _describe(behind, what))
+    kind = FailureKind.COLLECTIVE_HANG if are_inside else FailureKind.HANG
+    return HangVerdict(kind, _numbers(late), described)
 
 
-def _blame_by_recorders(ranks: Sequence[RankStatus]) -> HangVerdict | None:
-    """Verdict from the flight recorders of all ranks; None if one is missing or they agree."""
-    numbers = [rank.collective_sequence for rank in ranks if rank.collective_sequence is not None]
-    if len(numbers) < len(ranks):
-        return None
-    furthest = max(numbers)
-    what = f"has not entered collective number {furthest} of its process group that others are at"
-    behind = _blame_behind(ranks, numbers, what)
-    if behind is not None:
-        return behind
-    if not all(rank.in_collective for rank in ranks):
-        return None
-    operations = [_operation(rank) for rank in ranks]
-    counts = Counter(operations)
-    if len(counts) == 1:
-        return None
-    # If most agree, the others are responsible; otherwise it is unknown which are right.
-    ((common, number),) = counts.most_common(1)
-    most = common if number > len(ranks) / 2 else None
-    deviating = [rank for rank, what in zip(ranks, operations, strict=True) if most is not None and what != most]
-    rarest_first = sorted(zip(ranks, operations, strict=True), key=lambda pair: counts[pair[1]])
-    described = listed([f"rank {rank.rank} {what}" for rank, what in rarest_first], MAX_DESCRIBED, "; ")
-    reason = f"the ranks disagree about collective number {furthest}: {described}"
-    return HangVerdict(FailureKind.COLLECTIVE_MISMATCH, _numbers(deviating), reason)
-
-
-_OF_ONE_SHAPE = ("all_reduce", "broadcast", "_all_gather_base", "_reduce_scatter_base", "gloo:all_gather")
-"""Suffixes of collectives that require the same shape on all ranks. NCCL's ``all_gather`` does not: torch replaces one
-with uneven shapes by broadcasts."""
-
-
-def _operation(rank: RankStatus) -> str:
-    """The operation of a rank, with its shape if all ranks must have the same."""
-    return f"{rank.collective} {rank.collective_shape}" if rank.collective.endswith(_OF_ONE_SHAPE) else rank.collective
+def _newest_group(rank: RankStatus) -> str:
+    return rank.process_groups[0].name if rank.process_groups else ""
 
 
 def _numbers(ranks: Sequence[RankStatus]) -> tuple[int, ...]:

@@ -16,7 +16,6 @@ from rlhf_core.schemas.command_trainer import SIGHTS, CommandTrainer, ProgressSo
 from rlhf_core.schemas.reports import AgentStatus, Phase
 from rlhf_core.training.types import RoleResult, WorkerContext
 from rlhf_core.worker import processes
-from rlhf_core.worker.command.in_rank import rlhf_rank_file as words
 from rlhf_core.worker.command.job_record import JobRecord
 from rlhf_core.worker.command.launch import LaunchPlace
 from rlhf_core.worker.command.launch_order import agree
@@ -26,6 +25,7 @@ from rlhf_core.worker.command.progress import Readings, TrainerProgress
 from rlhf_core.worker.command.rank_output import RankOutput
 from rlhf_core.worker.command.save_requests import SaveRequests
 from rlhf_core.worker.command.sources import make_sources
+from rlhf_core.worker.in_rank import rlhf_rank_file as words
 from rlhf_core.worker.liveness import collectives
 from rlhf_core.worker.liveness.heartbeat import Beat
 from rlhf_core.worker.worker_process import SLOTS_VARIABLE

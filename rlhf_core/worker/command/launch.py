@@ -20,10 +20,11 @@ from rlhf_core.schemas.launch_values import after_setup, values_of_spec
 from rlhf_core.shell.known_programs import BOUND_CONTAINERS
 from rlhf_core.shell.launch_line import LaunchLine, read_launch_line
 from rlhf_core.training.types import WorkerContext
-from rlhf_core.worker.command.in_rank.rlhf_rank_file import PATH_VARIABLE
+from rlhf_core.worker import in_rank
+from rlhf_core.worker.in_rank.rlhf_rank_file import PATH_VARIABLE
 from rlhf_core.worker.liveness.collectives import BUFFER_SIZE, BUFFER_VARIABLE
 
-IN_RANK = Path(__file__).parent / "in_rank"
+IN_RANK = Path(in_rank.__file__).parent
 """Folder put on the program's PYTHONPATH."""
 OWN_NAME = "published.txt"
 """File in a published checkpoint that holds the path of the program's own folder below its output folder."""

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from rlhf_core.errors import BadInput
 from rlhf_core.machine.parent_death import die_with_parent
-from rlhf_core.worker.command.in_rank import rlhf_rank_file as words
 from rlhf_core.worker.command.launch import LaunchPlace
 from rlhf_core.worker.command.launcher_report import await_exit_code
 from rlhf_core.worker.command.rank_process import RankProcess, RankSearch
+from rlhf_core.worker.in_rank import rlhf_rank_file as words
 from rlhf_core.worker.liveness.heartbeat import Beat
 from rlhf_core.worker.liveness.inspection import descendants_of
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from rlhf_core.worker.command.in_rank.rlhf_rank_file import PATH_VARIABLE, PID, RankFile
+from rlhf_core.worker.in_rank.rlhf_rank_file import PATH_VARIABLE, PID, RankFile
 
 MAX_WAIT_S = 30.0
 """Longest wait for the next reading of the environments of all processes, in seconds; with Ray, no rank is found."""

@@ -12,9 +12,9 @@ from typing import Literal
 from rlhf_core.schemas.command_trainer import CommandTrainer
 from rlhf_core.shell.launch_line import read_launch_line
 from rlhf_core.training.types import WorkerContext
-from rlhf_core.worker.command.in_rank import rlhf_rank_file as words
 from rlhf_core.worker.command.program import TrainerProgram
 from rlhf_core.worker.command.rank_process import RankProcess, has_handler
+from rlhf_core.worker.in_rank import rlhf_rank_file as words
 
 POLL_INTERVAL_S = 1.0
 END_TIMEOUT_S = 20.0

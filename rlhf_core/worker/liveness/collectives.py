@@ -6,15 +6,14 @@ not answer, and the agent does not wait for it beyond a timeout.
 """
 
 import contextlib
-import json
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rlhf_core.schemas.reports import STOPPED_STATES, RankStatus
 from rlhf_core.worker import processes
+from rlhf_core.worker.in_rank import rlhf_flight_recorder
 from rlhf_core.worker.liveness.heartbeat import Beat
 
 ANSWER_TIMEOUT_S = 2.0
@@ -26,11 +25,6 @@ BUFFER_SIZE = "256"
 
 THREAD_NAME = "rlhf-collective"
 """The answering thread's name in the kernel, which keeps 15 characters."""
-
-_MODULE = "torch._C._distributed_c10d"
-_DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
-"""Functions of that module, each for one recorder: NCCL keeps its own, and torch without CUDA has only the other."""
-_DEFAULT_GROUP = "default_pg"
 
 
 def answer_path(slots: Path, local_rank: int, number: int) -> Path:
@@ -71,20 +65,7 @@ def answer_from(read: Callable[[], str]) -> None:
     _source.append(read)
 
 
-def _recorded() -> str:
-    """The content of torch's flight recorder, of NCCL's if it has any; an empty object if torch is not in use."""
-    text = "{}"
-    for name in _DUMPS:
-        dump = getattr(sys.modules.get(_MODULE), name, None)
-        if dump is not None:
-            content = dump(includeCollectives=True, onlyActive=False)
-            text = content.decode() if isinstance(content, bytes) else str(content)
-            if json.loads(text).get("entries"):
-                break
-    return text
-
-
-_source: list[Callable[[], str]] = [_recorded]
+_source: list[Callable[[], str]] = [rlhf_flight_recorder.contents]
 """Functions that read the flight recorder; the last one is used."""
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -114,32 +95,3 @@ def read_answers(
         if waiting:
             time.sleep(0.05)
     return found
-
-
-def with_collectives(ranks: Iterable[RankStatus], answers: Mapping[int, str]) -> list[RankStatus]:
-    """Add to each status the collective that the worker entered last, if it has answered."""
-    return [with_collective(rank, answers.get(rank.local_rank, "{}")) for rank in ranks]
-
-
-def with_collective(rank: RankStatus, content: str) -> RankStatus:
-    """Add to a status the collective that the worker entered last.
-
-    Only the default process group counts: sequence numbers of different groups cannot be compared.
-
-    Args:
-        rank: Status read from the worker's slot.
-        content: The worker's answer; the status is unchanged if it cannot be parsed.
-    """
-    try:
-        entries = [entry for entry in json.loads(content).get("entries", ()) if not entry["is_p2p"]]
-        if not entries or _DEFAULT_GROUP not in entries[-1]["process_group"]:
-            return rank
-        last = entries[-1]
-        found = {
-            "collective": str(last["profiling_name"]),
-            "collective_sequence": int(last["collective_seq_id"]),
-            "collective_shape": f"{'/'.join(last['input_dtypes'])} {json.dumps(last['input_sizes'])}",
-        }
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return rank
-    return rank.model_copy(update=found)

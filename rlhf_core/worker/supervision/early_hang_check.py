@@ -17,6 +17,7 @@ from rlhf_core.worker.groups.gpus import gpus_of
 from rlhf_core.worker.liveness import collectives
 from rlhf_core.worker.liveness.heartbeat import SlotFile
 from rlhf_core.worker.liveness.inspection import inspect_workers
+from rlhf_core.worker.liveness.process_groups import with_process_groups
 
 INSPECTION_INTERVAL_S = 2.0
 """Time between two inspections that are compared with each other, in seconds."""
@@ -58,7 +59,7 @@ class NodeInspections:
         path, question = self._slots.path, self._question
         answers = collectives.read_answers(ranks, path, question, timeout_s=0.0) if question else {}
         self._question = self._slots.request_collectives()
-        return collectives.with_collectives(ranks, answers)
+        return with_process_groups(ranks, answers)
 
 
 def _gpu_percents(ranks: Sequence[RankStatus], telemetry: Mapping[str, float], plan: GroupPlan) -> dict[int, float]:

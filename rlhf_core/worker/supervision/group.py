@@ -11,6 +11,7 @@ from rlhf_core.worker.evidence import collection as evidence
 from rlhf_core.worker.groups.base import Hang, WorkerGroup
 from rlhf_core.worker.groups.independent import IndependentGroup
 from rlhf_core.worker.liveness import collectives
+from rlhf_core.worker.liveness.process_groups import with_process_groups
 from rlhf_core.worker.supervision.early_hang_check import EarlyHangCheck, NodeInspections
 
 Place = tuple[str, int]
@@ -114,7 +115,7 @@ class SupervisedGroup:
         for problem in missing:
             events.print_line(problem)
         again = [rank for rank in group.living() if not chosen or rank.rank in chosen]
-        return tuple(collectives.with_collectives(again, answers))
+        return tuple(with_process_groups(again, answers))
 
     def starts_here(self, orders: GroupOrders, node_index: int) -> list[tuple[int, int]]:
         """Local rank and generation of this node's workers that agent 0 has ordered to restart."""

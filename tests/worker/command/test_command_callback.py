@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.distributed import FileStore, HashStore  # type: ignore[attr-defined]
 
 from rlhf_core.schemas.reports import Phase
-from rlhf_core.worker.command.in_rank import rlhf_rank_file as words
 from rlhf_core.worker.command.launch import IN_RANK
 from rlhf_core.worker.command.sources.callback import CallbackSource
+from rlhf_core.worker.in_rank import rlhf_rank_file as words
 
 pytestmark = pytest.mark.training
 

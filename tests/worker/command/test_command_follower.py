@@ -311,7 +311,7 @@ def rank_of(run: AgentRun, local_rank: int) -> int | None:
     """A descriptor of the process of a rank; None while the process is not at work yet."""
     import psutil
 
-    from rlhf_core.worker.command.in_rank.rlhf_rank_file import PATH_VARIABLE
+    from rlhf_core.worker.in_rank.rlhf_rank_file import PATH_VARIABLE
 
     for process in psutil.process_iter():
         try:

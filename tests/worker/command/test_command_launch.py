@@ -11,8 +11,8 @@ from program_contexts import context_of, trainer_of
 from rlhf_core.presets import drivers_folder
 from rlhf_core.schemas.command_trainer import PLACEHOLDERS
 from rlhf_core.training.types import WorkerContext
-from rlhf_core.worker.command.in_rank.rlhf_rank_file import PID, RankFile, rank_path
 from rlhf_core.worker.command.launch import IN_RANK, LaunchOrder, LaunchPlace
+from rlhf_core.worker.in_rank.rlhf_rank_file import PID, RankFile, rank_path
 
 ORDER = LaunchOrder(address="10.0.0.1", port=29511)
 

@@ -12,8 +12,8 @@ import psutil
 import pytest
 from process_tools import is_alive, until
 
-from rlhf_core.worker.command.in_rank.rlhf_rank_file import PATH_VARIABLE, RankFile, own_file, rank_path
 from rlhf_core.worker.command.rank_process import RankProcess, find_rank
+from rlhf_core.worker.in_rank.rlhf_rank_file import PATH_VARIABLE, RankFile, own_file, rank_path
 
 PARENT = (
     "import subprocess, sys, time; child = subprocess.Popen(sys.argv[1:]); print(child.pid, flush=True); time.sleep(60)"
@@ -126,6 +126,6 @@ def rank_of_a_child() -> int:
         "import os, sys; sys.path.insert(0, sys.argv[1]); import rlhf_rank_file as words; "
         "print(os.getpid() if words.own_file() else 0)"
     )
-    in_rank = Path(__file__).parents[3] / "rlhf_core" / "worker" / "command" / "in_rank"
+    in_rank = Path(__file__).parents[3] / "rlhf_core" / "worker" / "in_rank"
     command = [sys.executable, "-c", program, str(in_rank)]
     return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)

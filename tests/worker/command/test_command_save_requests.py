@@ -14,9 +14,9 @@ from watched_programs import started
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.training.types import WorkerContext
 from rlhf_core.worker.command.found_checkpoints import FoundCheckpoint
-from rlhf_core.worker.command.in_rank import rlhf_rank_file as words
 from rlhf_core.worker.command.published import publish
 from rlhf_core.worker.command.save_requests import POLL_INTERVAL_S, SaveRequests
+from rlhf_core.worker.in_rank import rlhf_rank_file as words
 
 
 def save(context: WorkerContext, step: int) -> None:

@@ -22,12 +22,12 @@ from rlhf_core.schemas.reports import AgentStatus, Phase
 from rlhf_core.training.types import WorkerContext
 from rlhf_core.worker.command import launch_order
 from rlhf_core.worker.command.follower import Follower
-from rlhf_core.worker.command.in_rank.rlhf_rank_file import ENTERED, LEFT, PID, RankFile, rank_path
 from rlhf_core.worker.command.launch import LaunchOrder
 from rlhf_core.worker.command.observation import Reading
 from rlhf_core.worker.command.progress import STEADY_POLLS
 from rlhf_core.worker.command.rank_process import RankSearch
 from rlhf_core.worker.command.sources.stdout import Stdout
+from rlhf_core.worker.in_rank.rlhf_rank_file import ENTERED, LEFT, PID, RankFile, rank_path
 from rlhf_core.worker.liveness.heartbeat import Beat, SlotFile
 from rlhf_core.worker.worker_process import SLOTS_VARIABLE
 

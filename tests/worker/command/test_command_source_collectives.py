@@ -11,9 +11,9 @@ import pytest
 from process_tools import until
 from watched_programs import Polls
 
-from rlhf_core.worker.command.in_rank.rlhf_rank_file import ENTERED, LEFT, PATH_VARIABLE, RankFile, rank_path
 from rlhf_core.worker.command.launch import IN_RANK
 from rlhf_core.worker.command.sources.collectives import CollectivesSource
+from rlhf_core.worker.in_rank.rlhf_rank_file import ENTERED, LEFT, PATH_VARIABLE, RankFile, rank_path
 from rlhf_core.worker.liveness.collectives import BUFFER_SIZE, BUFFER_VARIABLE
 
 pytestmark = pytest.mark.training

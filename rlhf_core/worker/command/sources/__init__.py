@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 
 from rlhf_core.schemas.command_trainer import ProgressSource
-from rlhf_core.worker.command.in_rank.rlhf_rank_file import RankFile
 from rlhf_core.worker.command.observation import Source, Watched
 from rlhf_core.worker.command.sources.activity import Activity
 from rlhf_core.worker.command.sources.callback import CallbackSource
@@ -13,6 +12,7 @@ from rlhf_core.worker.command.sources.stacks import Stacks
 from rlhf_core.worker.command.sources.stdout import Stdout
 from rlhf_core.worker.command.sources.tensorboard import TensorBoard
 from rlhf_core.worker.command.sources.trainer_log import TrainerLog
+from rlhf_core.worker.in_rank.rlhf_rank_file import RankFile
 
 _OF_STATUS: Mapping[ProgressSource, Callable[[RankFile], Source]] = {
     ProgressSource.CALLBACK: CallbackSource,

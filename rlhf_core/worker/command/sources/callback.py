@@ -7,8 +7,8 @@ calls ``SupervisionCallback.beat``.
 
 from rlhf_core.schemas.command_trainer import ProgressSource
 from rlhf_core.schemas.reports import Phase
-from rlhf_core.worker.command.in_rank import rlhf_rank_file as words
 from rlhf_core.worker.command.observation import Reading
+from rlhf_core.worker.in_rank import rlhf_rank_file as words
 
 _PHASES = tuple(Phase)
 

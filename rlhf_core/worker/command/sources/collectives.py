@@ -7,8 +7,8 @@ those of all groups are progress.
 """
 
 from rlhf_core.schemas.command_trainer import ProgressSource
-from rlhf_core.worker.command.in_rank import rlhf_rank_file as words
 from rlhf_core.worker.command.observation import Reading
+from rlhf_core.worker.in_rank import rlhf_rank_file as words
 
 
 class CollectivesSource:

@@ -9,7 +9,6 @@ It then loads the ``sitecustomize`` that it hides, if the environment has one.
 
 import importlib.machinery
 import importlib.util
-import json
 import os
 import sys
 import threading
@@ -19,12 +18,11 @@ INTERVAL_S = 0.25
 THREAD_NAME = b"rlhf-collective"
 """The thread's name in the kernel; inspections of a rank's threads ignore it."""
 _PR_SET_NAME = 15
-_DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
-"""Functions of torch, each for one recorder: NCCL keeps its own, and torch without CUDA has only the other."""
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def _follow(status) -> None:  # type: ignore[no-untyped-def]  # untyped: must run on Python 3.8
+    import rlhf_flight_recorder as recorder
     import rlhf_rank_file as words
 
     try:
@@ -46,17 +44,14 @@ def _follow(status) -> None:  # type: ignore[no-untyped-def]  # untyped: must ru
                     status.set(words.GROUP, words.NO_GROUP)
                 continue
             status.set(words.GROUP, words.HAS_GROUP)
-            recorder = sys.modules.get("torch._C._distributed_c10d")
-            if not any(hasattr(recorder, name) for name in _DUMPS):
-                continue
-            entered, left, moves = _counts(recorder)
+            entered, left, moves = _counts(recorder.dumps("pg_status"))
             status.set(words.ENTERED, entered)
             status.set(words.LEFT, left)
             status.set(words.MOVES, moves)
             if status.get(words.QUESTION) != answered:
                 answered = status.get(words.QUESTION)
                 with open(status.answer_path + ".tmp", "w") as file:
-                    file.write(json.dumps(next(_dumps(recorder, "entries"), {})))
+                    file.write(recorder.contents())
                 os.replace(status.answer_path + ".tmp", status.answer_path)
                 status.set(words.ANSWERED, answered)
         except Exception:  # an incompatible torch must not disturb the program; the worker notices the silence
@@ -76,22 +71,13 @@ def _turn_on_recorder() -> None:
         os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", os.environ["TORCH_FR_BUFFER_SIZE"])
 
 
-def _dumps(recorder, part):  # type: ignore[no-untyped-def]
-    """Contents of the flight recorders that have this part, of NCCL's first."""
-    for name in _DUMPS:
-        if hasattr(recorder, name):
-            found = json.loads(getattr(recorder, name)(includeCollectives=part == "entries", onlyActive=False))
-            if found.get(part):
-                yield found
-
-
-def _counts(recorder):  # type: ignore[no-untyped-def]
+def _counts(dumps):  # type: ignore[no-untyped-def]
     """Collectives of the default process group that were entered, those that were left, and a sum of all groups.
 
     Many programs train in other groups alone: DeepSpeed in a copy of the default one, Megatron and FSDP in subgroups.
     Their numbers cannot be compared between ranks; while the rank is in such a collective, it has left one fewer.
     """
-    recorded = [content["pg_status"] for content in _dumps(recorder, "pg_status")]
+    recorded = [content["pg_status"] for content in dumps]
     if not recorded:
         return 0, 0, 0
     counts = [_counts_of_group(status) for groups in recorded for status in groups.values()]
@@ -121,7 +107,7 @@ class _OwnPackage:
 
     @staticmethod
     def find_spec(name, path=None, target=None):  # type: ignore[no-untyped-def]
-        root = os.path.dirname(os.path.dirname(os.path.dirname(_HERE)))
+        root = os.path.dirname(os.path.dirname(_HERE))
         if name == "rlhf_core":
             return importlib.machinery.ModuleSpec(name, None, is_package=True)
         if name == "rlhf_core.callback":
