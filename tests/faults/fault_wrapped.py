@@ -16,11 +16,14 @@ def _kind(row: str, expected: Expected, **fields: Any) -> Kind:
 _KILLED = expect("worker_killed", "restart_in_place", "rank", "death", same_numbers=False)
 _HUNG = expect("hang", "restart_in_place", "rank", "relayed", same_numbers=False)
 _MISMATCH = expect("collective_mismatch", "stop", same_numbers=False)
+_CIRCLE = expect("collective_mismatch", "restart_in_place", same_numbers=False)
 
 KINDS: tuple[Kind, ...] = (
     _kind("SIGKILL a rank", _KILLED, outside="kill_program_rank"),
     _kind("SIGSTOP a rank", _HUNG, outside="stop_program_rank"),
     _kind("a rank enters another collective", _MISMATCH, inside=in_a_rank("step", "disagree"), ends_run=True),
+    _kind("a rank does not come to a pair", _HUNG, inside=in_a_rank("pair", "sleep", seconds=1000.0)),
+    _kind("a rank comes to its pairs in another order", _CIRCLE, inside=in_a_rank("pair", "reorder")),
     _kind("control: a step takes 3.5 s", Expected(), inside=in_a_rank("step", "sleep", seconds=3.5)),
 )
 

@@ -2,8 +2,8 @@
 
     wrapped_script.py PLAN OUTPUT STEPS EVERY [--resume CHECKPOINT]
 
-It prints its steps. ``PLAN`` is the saboteur's file: of its faults, those with the moment ``step`` strike here, once
-each.
+It prints its steps. ``PLAN`` is the saboteur's file: of its faults, those with the moments ``step`` and ``pair`` strike
+here, once each.
 """
 
 import json
@@ -35,20 +35,25 @@ def struck(fault: dict[str, Any], step: int, rank: int) -> bool:
     return True
 
 
-def disturb(step: int, rank: int) -> None:
-    """Inject the planned faults of this step and rank."""
+def disturb(moment: str, step: int, rank: int) -> list[str]:
+    """Inject the planned faults of this moment, step and rank; return what the rank has to do in another way."""
+    found: list[str] = []
     for fault in plan["faults"]:
-        if (fault["moment"], fault["step"], fault["rank"]) == ("step", step, rank) and struck(fault, step, rank):
+        if (fault["moment"], fault["step"], fault["rank"]) == (moment, step, rank) and struck(fault, step, rank):
             if fault["what"] == "disagree":
                 dist.broadcast(torch.ones(3), src=rank)  # the others are in the reduction of their gradients
             elif fault["what"] == "sleep":
                 time.sleep(fault["seconds"])
+            found.append(fault["what"])
+    return found
 
 
 def main() -> None:
     """Train, from a checkpoint if one is given."""
     dist.init_process_group("gloo")
     rank, first = dist.get_rank(), 0
+    rows, columns = [[dist.new_group(list(pair)) for pair in pairs] for pairs in (((0, 1), (2, 3)), ((0, 2), (1, 3)))]
+    row, column = rows[rank // 2], columns[rank % 2]
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(16, 16))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -57,11 +62,15 @@ def main() -> None:
         first = saved["step"]
         model.load_state_dict(saved["model"])
     for step in range(first + 1, num_steps + 1):
-        disturb(step, rank)
+        disturb("step", step, rank)
         loss = model(torch.randn(4, 16)).pow(2).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        # As trainers do that split a model over some ranks and the data over others.
+        pairs = [row, column, row, column] if not disturb("pair", step, rank) else [column, column, row, row]
+        for group in pairs:
+            dist.all_reduce(torch.ones(1), group=group)
         time.sleep(plan["pace_s"])
         if rank == 0:
             print(f"step {step} loss {loss.item():.4f}", flush=True)
