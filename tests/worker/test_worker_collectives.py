@@ -156,7 +156,7 @@ def test_the_recorder_that_has_entries_is_read(has_nccl: bool, monkeypatch: pyte
     )
     monkeypatch.setitem(sys.modules, rlhf_flight_recorder._MODULE, recorder)
     expected = "nccl:all_reduce" if has_nccl else "gloo:all_reduce"
-    (content,) = json.loads(rlhf_flight_recorder.contents())["recorders"]
+    (content,) = rlhf_flight_recorder.dumps("entries")
     assert content["entries"][0]["profiling_name"] == expected
     assert _startup_hook(monkeypatch)._counts(rlhf_flight_recorder.dumps("pg_status")) == (7, 6, 13)
 

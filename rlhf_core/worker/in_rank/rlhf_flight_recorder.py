@@ -27,11 +27,13 @@ def contents() -> str:
     The recorders do not tell the members, except NCCL's. Groups that are in no list of torch, such as those between a
     trainer and its rollout engines, number their ranks in their own way and are left out.
     """
-    world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
-    rank, members = None, {}
-    if world is not None:
-        for group, ranks in list(world.pg_group_ranks.items()):  # a copy: the main thread may add groups at any time
-            if group in world.pg_names:  # else it stands for all groups without this process
-                members[world.pg_names[group]] = sorted(ranks, key=ranks.get)
-                rank = group.rank() if group is world.default_pg else rank
-    return json.dumps({"recorders": list(dumps("entries")), "rank": rank, "groups": members})
+    distributed = sys.modules.get("torch.distributed.distributed_c10d")
+    if distributed is None or not distributed.is_initialized():
+        return "{}"
+    world = distributed._world  # private, but the only list of all groups
+    members = {
+        world.pg_names[group]: sorted(ranks, key=ranks.get)
+        for group, ranks in list(world.pg_group_ranks.items())  # the main thread may add groups meanwhile
+        if group in world.pg_names  # else it stands for all groups without this process
+    }
+    return json.dumps({"recorders": list(dumps("entries")), "rank": distributed.get_rank(), "groups": members})

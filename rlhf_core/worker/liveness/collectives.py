@@ -55,7 +55,7 @@ def _answer(beat: Beat, slots: Path, local_rank: int) -> None:
             answer_path(slots, local_rank, answered).unlink()
         answered = number
         path = answer_path(slots, local_rank, number)
-        with contextlib.suppress(OSError, RuntimeError):
+        with contextlib.suppress(OSError, RuntimeError, AttributeError):  # the last: another torch
             path.with_suffix(".tmp").write_text(_source[-1](), encoding="utf-8")
             path.with_suffix(".tmp").replace(path)
 
