@@ -39,6 +39,7 @@
         ├── DegenerateRl            training has stopped learning: no gradient, identical completions, or a lost reward
         ├── StaleWeights            a rollout engine has another version of the weights than the requested one
         ├── WeightSyncFailed        a version of the weights was not committed; the previous one stays active
+        ├── SamplingFailed          a rollout engine failed many requests in a row and completed none
         ├── EnginesLost             no rollout engine serves requests, and none recovered in time
         ├── TrainerIncomplete       an external trainer ended too early, or started over
         └── ResumeMismatch          a checkpoint does not fit this run (model, spec)
@@ -252,6 +253,10 @@ class WeightSyncFailed(WorkerError):
         super().__init__(message)
         self.peer = peer
         self.others = others
+
+
+class SamplingFailed(WorkerError):
+    """A rollout engine failed many requests in a row and completed none. The message has the last error."""
 
 
 class EnginesLost(WorkerError):

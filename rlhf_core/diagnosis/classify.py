@@ -334,6 +334,7 @@ ERRORS = {
     "rlhf_core.errors.NonFiniteLoss": FailureKind.NON_FINITE,
     "rlhf_core.errors.DegenerateRl": FailureKind.DEGENERATE_RL,
     "rlhf_core.errors.EnginesLost": FailureKind.ENGINE,
+    "rlhf_core.errors.SamplingFailed": FailureKind.ENGINE,
     "rlhf_core.errors.StaleWeights": FailureKind.ENGINE,
     "rlhf_core.errors.WeightSyncFailed": FailureKind.ENGINE,
     "rlhf_core.errors.TrainerIncomplete": FailureKind.INCOMPLETE,

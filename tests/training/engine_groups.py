@@ -196,8 +196,9 @@ class EngineGroup:
     def gate(self, place: str, rank: int) -> "Gate":
         """Gate for a place at which an engine waits until the gate is opened: ``decode``, ``load`` or ``receive``.
 
-        ``skip``, ``other-base`` and ``no-room`` are not gates but faults, which last as long as the file exists: the
-        engine leaves weights out, has damaged the base model of its adapter, or has no memory for weights.
+        ``skip``, ``other-base``, ``no-room`` and ``fail`` are not gates but faults, which last as long as the file
+        exists: the engine leaves weights out, has damaged the base model of its adapter, has no memory for weights, or
+        fails every request.
         ``skip-part`` makes the second process of a split engine leave them out. ``fork-parts``, which has to exist
         before the engine starts, makes it fork its processes, as on GPUs: vLLM on CPU spawns them.
         """
@@ -283,7 +284,7 @@ def _obey_files(root: Path, rank: int) -> None:
         from vllm.v1.executor import multiproc_executor
 
         multiproc_executor.get_mp_context = partial(multiprocessing.get_context, "fork")
-    progressed, load = EngineWorker._progressed, TransformersSampler.load
+    progressed, load, submit = EngineWorker._progressed, TransformersSampler.load, TransformersSampler.submit
     receive = Receiver.receive
 
     def gated_progress(self: EngineWorker) -> None:
@@ -297,6 +298,11 @@ def _obey_files(root: Path, rank: int) -> None:
         if not (root / f"skip-{rank}").exists():
             load(self, tensors, beat)
 
+    def failing_submit(self: TransformersSampler, request: Any) -> None:
+        if (root / f"fail-{rank}").exists():
+            raise RuntimeError("the cache is corrupt")
+        submit(self, request)
+
     def gated_receive(self: Any, offer: Any, beat: Any) -> Any:
         pass_gate("receive")
         if (root / f"no-room-{rank}").exists():
@@ -308,4 +314,5 @@ def _obey_files(root: Path, rank: int) -> None:
 
     EngineWorker._progressed = gated_progress  # type: ignore[method-assign]
     TransformersSampler.load = gated_load  # type: ignore[method-assign]
+    TransformersSampler.submit = failing_submit  # type: ignore[method-assign]
     Receiver.receive = gated_receive  # type: ignore[method-assign]

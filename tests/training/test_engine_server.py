@@ -4,6 +4,7 @@ import errno
 import math
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict
 from unittest.mock import Mock
 
@@ -11,15 +12,16 @@ import httpx
 import pytest
 from torch import Tensor
 
-from rlhf_core.errors import DiskFull, NonFiniteLoss, StaleWeights, WorkerError
+from rlhf_core.errors import DiskFull, NonFiniteLoss, SamplingFailed, StaleWeights, WorkerError
 from rlhf_core.schemas.engines import CommitRequest, EngineRefusal, PromptRequest, SampleRequest, WeightsId
 from rlhf_core.schemas.weight_sync import Chain, Manifest, Offer, Receipt, Transport
 from rlhf_core.training.rollouts.base import Sampling
+from rlhf_core.training.rollouts.remote.rollout import MAX_MOVES
 from rlhf_core.training.rollouts.samplers import Sampler
 from rlhf_core.training.rollouts.server import app
 from rlhf_core.training.rollouts.server.app import EngineServer
-from rlhf_core.training.rollouts.server.worker import EngineWorker
-from rlhf_core.training.types import NullReporter
+from rlhf_core.training.rollouts.server.worker import MAX_FAILED, EngineWorker
+from rlhf_core.training.types import Completion, NullReporter
 from rlhf_core.weight_sync.receiver import Receiver, StagedVersion
 
 pytestmark = [pytest.mark.training]
@@ -32,6 +34,8 @@ OFFER = Offer(
     stall_timeout_s=0.2,
 )
 LIMIT_S = 0.6
+WEIGHTS = WeightsId(start=0, version=7)
+SAMPLING = Sampling(4, temperature=0.5, batch_size=3, end_ids=(9,), top_p=0.9, top_k=7, min_p=0.1, stop=("\n",))
 RECEIPT = Receipt(version=7, digest="", wire_s=0.0)
 
 
@@ -62,15 +66,61 @@ def served(receiver: Receiver) -> EngineServer:
     return EngineServer(EngineWorker(0, 0, sampler, receiver, NullReporter()), receiver, b"token", "127.0.0.1")
 
 
-def test_an_engine_samples_with_the_settings_of_the_request() -> None:
-    weights = WeightsId(start=0, version=7)
-    sampler = Mock()
+def sampling_worker(sampler: Mock) -> EngineWorker:
     worker = EngineWorker(0, 0, sampler, SlowReceiver(shows_progress=True), NullReporter())
-    worker._weights = weights
-    sampling = Sampling(4, temperature=0.5, batch_size=3, end_ids=(9,), top_p=0.9, top_k=7, min_p=0.1, stop=("\n",))
+    worker._weights = WEIGHTS
+    return worker
+
+
+def requested(worker: EngineWorker, weights: WeightsId = WEIGHTS) -> None:
+    """Request completions of one prompt."""
     prompts = (PromptRequest(index=0, prompt=(1, 2), seeds=(5,)),)
-    worker.begin(SampleRequest(weights=weights, prompts=prompts, **asdict(sampling)), lambda answer: None)
-    assert sampler.submit.call_args.args[0].sampling == sampling
+    worker.begin(SampleRequest(weights=weights, prompts=prompts, **asdict(SAMPLING)), lambda answer: None)
+
+
+def test_an_engine_samples_with_the_settings_of_the_request() -> None:
+    sampler = Mock()
+    requested(sampling_worker(sampler))
+    assert sampler.submit.call_args.args[0].sampling == SAMPLING
+
+
+BROKEN, TOO_LONG = RuntimeError("the cache is corrupt"), ValueError("too long for this engine")
+"""A failure of the engine, and one that is the fault of the request."""
+
+
+@pytest.mark.parametrize(
+    ("errors", "ends"),
+    [
+        ([BROKEN] * MAX_FAILED, True),
+        ([BROKEN] * (MAX_FAILED - 1) + [TOO_LONG, BROKEN], True),
+        ([BROKEN] * (MAX_MOVES + 1), False),
+        ([TOO_LONG] * 2 * MAX_FAILED, False),
+        ([BROKEN, None] * MAX_FAILED, False),
+    ],
+    ids=["broken", "broken and a wrong request", "one prompt", "wrong requests", "completions in between"],
+)
+def test_an_engine_that_fails_every_request_ends_with_the_last_error(
+    errors: list[Exception | None], ends: bool
+) -> None:
+    sampler = Mock(num_waiting=0, **{"step.return_value": [(0, [Completion([1], "", True, [0.0])])]})
+    sampler.submit.side_effect = errors
+    worker = sampling_worker(sampler)
+    for error in errors:
+        worker.health()
+        with pytest.raises(type(error)) if error is not None else nullcontext():
+            requested(worker)
+        if error is None:
+            worker._sample()
+    with pytest.raises(SamplingFailed, match=r"RuntimeError: the cache is corrupt$") if ends else nullcontext():
+        worker.serve(iter([True, False]).__next__)
+
+
+def test_requests_for_other_weights_are_no_failures_of_the_engine() -> None:
+    worker = sampling_worker(Mock(num_waiting=0))
+    for _ in range(MAX_FAILED):
+        with pytest.raises(StaleWeights):
+            requested(worker, weights=WeightsId(start=0, version=8))
+    assert worker.health().weights == WEIGHTS
 
 
 def offered(server: EngineServer, receiver: SlowReceiver, limits: int) -> bytes:

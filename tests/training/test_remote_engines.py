@@ -291,6 +291,45 @@ def test_a_run_ends_where_engines_skip_updates_after_a_new_start_as_well(
     group.start_missing()
 
 
+def test_an_engine_that_fails_every_request_ends_to_be_started_again(
+    group: EngineGroup, trainer: RemoteEngines
+) -> None:
+    """Its server answers and its weights are right, so nothing else ends it. The others have its prompts meanwhile."""
+    fault = group.gate("fail", 1).close()
+    expected = in_process()
+
+    def is_ended() -> bool:
+        assert tokens_of(trainer.sample(PROMPTS, SEEDS, DRAWN, 1, no_beat)) == expected
+        return not group.processes[1].is_alive()
+
+    until(is_ended)
+    assert "SamplingFailed: engine 1 failed 10 requests in a row" in group.output(1)
+    assert "The last error: RuntimeError: the cache is corrupt" in group.output(1)
+    fault.open()
+    group.start(1)
+    until(lambda: not is_ended() and weights_of(group, 1))
+
+
+def test_a_run_ends_where_engines_fail_every_request_after_a_new_start_as_well(
+    group: EngineGroup, trainer: RemoteEngines
+) -> None:
+    faults = [group.gate("fail", rank).close() for rank in range(2)]
+    generation = group.generation
+    with ThreadPoolExecutor() as pool:
+        for _ in range(3):
+            made = pool.submit(trainer.sample, PROMPTS, SEEDS, DRAWN, 1, no_beat)
+            while not made.done():
+                group.start_missing()
+                time.sleep(0.02)
+            with pytest.raises(EnginesLost, match=r"given up after 8 engines failed on it; .*the cache is corrupt"):
+                made.result()
+    assert group.generation > generation
+    for fault in faults:
+        fault.open()
+    group.start_missing()
+    until(lambda: tokens_of(trainer.sample(PROMPTS, SEEDS, DRAWN, 1, no_beat)) == in_process())
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("place", ["receive", "load"])
 def test_an_engine_that_fails_in_mid_sync_is_left_behind(

@@ -53,8 +53,8 @@ class ScriptedSampler:
     """Prompts that the sampler refuses."""
     num_left_out: int = 0
     """Number of seeds of each prompt that get no completion."""
-    is_broken: bool = False
-    """True if every request is an error that the engine does not know."""
+    failing: Collection[int] = ()
+    """Prompts on which the sampler fails."""
     num_waiting: int = 0
     exit_code: int | None = None
     pids: Sequence[int] = ()
@@ -74,7 +74,7 @@ class ScriptedSampler:
 
     def submit(self, request: SamplerRequest) -> None:
         """Accept a request, or refuse it."""
-        if self.is_broken:
+        if request.prompt[0] in self.failing:
             raise RuntimeError("the cache is corrupt")
         if request.prompt[0] in self.refused:
             raise ValueError("too long for this engine")
@@ -170,21 +170,31 @@ def test_a_line_may_be_a_refusal_and_anything_else_is_not_valid() -> None:
             client_module._sampled(line, "engine-0")
 
 
-def test_a_prompt_that_no_engine_accepts_ends_the_rollout() -> None:
-    """The engine stays alive, and none of the other prompts of the request remain queued in it."""
-    sampler = ScriptedSampler(refused=[2])
+@pytest.mark.parametrize(
+    ("sampler", "error"),
+    [
+        (ScriptedSampler(refused=[2]), "ValueError: too long for this"),
+        (ScriptedSampler(failing=[2]), "RuntimeError: the cache is corrupt"),
+    ],
+    ids=["refused", "failing"],
+)
+def test_a_prompt_that_no_engine_accepts_ends_the_rollout(sampler: ScriptedSampler, error: str) -> None:
+    """The engine serves on, and none of the other prompts of the request remain queued in it."""
     with engine(0, sampler) as client:
         dispatcher, run = rollout([client], 4, start_timeout_s=60.0, stall_timeout_s=60.0)
-        with pytest.raises(EnginesLost, match=r"given up after 8 engines failed on it; .* too long for this"):
+        with pytest.raises(EnginesLost, match=rf"given up after 8 engines failed on it; .* {error}"):
             asyncio.run(run.run())
         until(lambda: not sampler.waiting)
+        others, run = rollout([client], 2)
+        asyncio.run(run.run())
     assert not dispatcher.is_done
+    assert others.is_done
 
 
 def test_an_engine_that_fails_at_once_leaves_the_prompts_to_the_others() -> None:
     """It always has the least load: the same prompts would go to it again and again until the rollout gives up."""
     good = ScriptedSampler(delay_s=0.3)
-    with engine(0, ScriptedSampler(is_broken=True)) as broken, engine(1, good) as client:
+    with engine(0, ScriptedSampler(failing=range(24))) as broken, engine(1, good) as client:
         dispatcher, run = rollout([broken, client], 24, stall_timeout_s=60.0)
         asyncio.run(run.run())
     assert dispatcher.is_done

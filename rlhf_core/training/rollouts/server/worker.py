@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from rlhf_core.errors import DiskFull, StaleWeights
+from rlhf_core.errors import DiskFull, SamplingFailed, StaleWeights
 from rlhf_core.files.whole import comes_from_full_disk
 from rlhf_core.schemas.engines import (
     CommitRequest,
@@ -27,6 +27,7 @@ from rlhf_core.schemas.engines import (
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.survival import Survived
 from rlhf_core.training.rollouts.base import Sampling
+from rlhf_core.training.rollouts.remote.rollout import MAX_MOVES
 from rlhf_core.training.rollouts.samplers import Sampler, SamplerRequest
 from rlhf_core.training.rollouts.weight_probe import require_finite
 from rlhf_core.training.types import Completion, Reporter
@@ -37,6 +38,9 @@ IDLE_BEAT_S = 0.1
 MAX_REFUSED = 2
 """Number of consecutive syncs with outputs that do not match the weights, after which an engine exits. One may be
 chance; after two, only a restart can help."""
+MAX_FAILED = MAX_MOVES + 2
+"""Number of failed requests without a completion in between, after which an engine exits: one more than a single prompt
+can cause before its rollout gives up, so an engine is not restarted for a prompt that fails on all of them."""
 
 Answer = TypeVar("Answer")
 Deliver = Callable[[SampledPrompt | EngineRefusal], None]
@@ -90,6 +94,7 @@ class EngineWorker:
         self._weights: WeightsId | None = None
         self._unconfirmed: WeightsId | None = None
         self._refusals: list[StaleWeights | DiskFull] = []
+        self._failures: list[str] = []
 
     # -----------------------------------------------------------------------------------------------------------------
     # From any thread
@@ -98,7 +103,7 @@ class EngineWorker:
         """Current state.
 
         Raises:
-            StaleWeights, DiskFull: the engine is about to exit, for the reason given at :meth:`serve`.
+            StaleWeights, DiskFull, SamplingFailed: the engine is about to exit, for the reason given at :meth:`serve`.
         """
         self._require_use()
         return EngineHealth(
@@ -124,6 +129,7 @@ class EngineWorker:
         Raises:
             StaleWeights: it did not load the weights of :data:`MAX_REFUSED` syncs in a row, or not correctly.
             DiskFull: likewise, in the last one because a disk is full.
+            SamplingFailed: it failed :data:`MAX_FAILED` requests in a row that were not at fault themselves.
         """
         while is_served():
             self._require_use()
@@ -146,6 +152,8 @@ class EngineWorker:
 
         Raises:
             StaleWeights: it requests weights other than the current ones.
+            ValueError: the sampler refuses a prompt.
+            Exception: the sampler fails.
         """
         if request.weights != self._weights:
             raise StaleWeights(
@@ -159,7 +167,9 @@ class EngineWorker:
                 keys.append(next(self._keys))
                 self._wanted[keys[-1]] = _PendingPrompt(one.index, deliver)
                 self._sampler.submit(SamplerRequest(keys[-1], one.prompt, one.seeds, sampling))
-        except BaseException:
+        except BaseException as error:
+            if not isinstance(error, ValueError):  # which is the fault of the request
+                self._failures.append(f"{type(error).__name__}: {error}")
             self.drop(keys)  # no client waits for its other prompts
             raise
         return keys
@@ -235,11 +245,17 @@ class EngineWorker:
                 f"engine {self._rank} did not load its weights, or not correctly, in {len(self._refusals)} syncs in a "
                 f"row and exits: {last}"
             )
+        if len(self._failures) >= MAX_FAILED:
+            raise SamplingFailed(
+                f"engine {self._rank} failed {len(self._failures)} requests in a row, without a completion in between, "
+                f"and exits for a restart. The last error: {self._failures[-1]}"
+            )
 
     def _sample(self) -> None:
         weights = self._weights
         assert weights is not None  # active requests are refused before it changes
         for key, completions in self._sampler.step(self._progressed):
+            self._failures = []
             wanted = self._wanted.pop(key, None)
             if wanted is not None:
                 made = tuple(_sampled(one, weights) for one in completions)
