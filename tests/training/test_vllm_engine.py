@@ -32,6 +32,7 @@ from rlhf_core.training.models import gathering
 from rlhf_core.training.rollouts.base import Sampling, _cut
 from rlhf_core.training.rollouts.checkpoint_layout import CheckpointLayout
 from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
+from rlhf_core.training.rollouts.vllm import verification
 from rlhf_core.training.rollouts.vllm.engine import VllmEngine, _environment
 from rlhf_core.training.trainers.run import run_trainer
 from rlhf_core.training.types import Completion, NullReporter
@@ -262,21 +263,39 @@ def test_the_version_after_one_that_could_not_be_finished_is_whole(
             engine.load(model, 50, no_beat)
     with pytest.raises(StaleWeights, match="no step"):
         engine.sample(PROMPTS, SEEDS, GREEDY, 50, no_beat)
-    engine.load(model, 51, no_beat)
-    engine._verify(model)
+    assert engine.load(model, 51, no_beat) is not None, "its outputs are those of the trainer"
 
 
-def test_a_tied_head_that_is_not_packed_anew_is_found_at_the_first_version(
-    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tied_head_that_is_not_packed_anew_is_found(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: vLLM reports nothing, and samples with the old head."""
     from rlhf_core.training.rollouts.vllm import worker as vllm_worker
 
     monkeypatch.setattr(vllm_worker, "_pack_tied_head", lambda model: None)
-    monkeypatch.setattr(engine, "_is_verified", False)  # as before the first version
     with pytest.raises(StaleWeights, match="different log-probabilities"):
         engine.load(model_of(seed=6), 60, no_beat)
     assert engine.version is None
+
+
+def test_an_update_that_is_skipped_is_found_however_small_it_is(
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One step at a usual learning rate changes the outputs by less than rounding may. A version with the same weights
+    is no update. Negative control: without the check of every version, as under ZeRO 3, the old weights serve on."""
+    before, after = model_of(seed=7), model_of(seed=7)
+    with torch.no_grad():
+        for weight in after.parameters():
+            weight.add_(1e-6 * weight.sign())
+    engine.load(before, 70, no_beat)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_copy", lambda tensors: [*tensors])
+        engine.load(before, 71, no_beat)
+        with pytest.raises(StaleWeights, match="vLLM computes exactly the log-probabilities of the version before"):
+            engine.load(after, 72, no_beat)
+        with pytest.raises(StaleWeights, match="no step"):
+            engine.sample(PROMPTS, SEEDS, GREEDY, 72, no_beat)
+        patch.setattr(verification, "is_split", lambda model: True)
+        engine.load(after, 73, no_beat)
+    engine.load(after, 74, no_beat)
 
 
 MIXTURE: Mapping[str, JsonValue] = {
@@ -348,7 +367,6 @@ def mixture_reloaded(rank: int, num_ranks: int, folder: str, config: dict[str, J
     dist.init_process_group("gloo", rank=rank, world_size=num_ranks, store=dist.HashStore())
     engine = started(Path(folder))
     assert_follows(engine, [scattered(config, version) for version in range(2)], PROMPTS, SEEDS, GREEDY)
-    engine._is_verified = False
     without = mock.patch.object(vllm_worker, *MENDS[str(config["model_type"])])
     with without, pytest.raises(StaleWeights) as refused:
         engine.load(scattered(config, 2), 2, no_beat)

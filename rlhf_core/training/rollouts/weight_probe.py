@@ -37,7 +37,7 @@ class ProbeAnswer(NamedTuple):
     """Log-probabilities of a probe by an engine with one version, and by the trainer."""
 
     digest: str
-    """Digest of the version."""
+    """Digest of the version; its number for an engine in the trainer's process, which computes none."""
     engine: tuple[float, ...]
     trainer: tuple[float, ...]
 

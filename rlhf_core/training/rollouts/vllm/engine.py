@@ -36,7 +36,8 @@ from rlhf_core.training.rollouts.shared_tensors import buckets_of_places, place_
 from rlhf_core.training.rollouts.vllm.adapter import VllmAdapter, use_products
 from rlhf_core.training.rollouts.vllm.processes import EngineProcesses, starting_in
 from rlhf_core.training.rollouts.vllm.transformers_classes import kept_classes
-from rlhf_core.training.rollouts.weight_probe import probe_of, require_finite, require_same
+from rlhf_core.training.rollouts.vllm.verification import VersionCheck
+from rlhf_core.training.rollouts.weight_probe import require_finite
 from rlhf_core.training.types import Completion
 
 _WORKER = "rlhf_core.training.rollouts.vllm.worker"
@@ -78,10 +79,9 @@ class VllmEngine:
             represent: called with the ids of these processes while they start.
         """
         self._tokenizer = tokenizer
-        self._dtype = dtype
         self._stops: dict[str, StopSearch] = {}
         self._on_gpu = on_gpu
-        self._is_verified = False
+        self._check = VersionCheck(max_tokens, dtype, of_adapters=lora is not None)
         self._is_split = tensor_parallel > 1
         self._end_ids = end_ids_of(folder, tokenizer)
         self.version: int | None = None
@@ -134,7 +134,7 @@ class VllmEngine:
         """Copy the weights of ``model``, or its adapter; see :class:`rlhf_core.training.rollouts.base.RolloutEngine`.
 
         Raises:
-            StaleWeights: vLLM's outputs with its first weights, or with any adapter, differ from the trainer's.
+            StaleWeights: vLLM's adapter or outputs show that it did not apply this version (``verification.py``).
         """
         if self.version == version:
             return None
@@ -152,9 +152,7 @@ class VllmEngine:
         apply_s = time.monotonic() - started
         if self._adapter is not None and (number := self.count_differing(given)):
             raise StaleWeights(f"vLLM has {number} tensors of the adapter that differ from those sent")
-        if not self._is_verified or self._adapter is not None:  # the first version of an adapter is zero
-            self._verify(model)
-        self._is_verified = True
+        self._check.require_applied(model, version, self.score)
         self.version = version
         return WeightTransfer("in_process", num_bytes, wire_s=0.0, apply_s=apply_s)
 
@@ -334,11 +332,6 @@ class VllmEngine:
     def _call(self, method: str, *arguments: object) -> list[Any]:
         """Call a method of vLLM's worker, or of its extension, in each computing process; returns the results."""
         return list(self._engine.collective_rpc(method, args=arguments))
-
-    def _verify(self, model: PreTrainedModel) -> None:
-        """Compare the log-probabilities of vLLM and the trainer for a few tokens. Collective if the model is split."""
-        probe = probe_of(model, self._engine.model_config.max_model_len, self._dtype)
-        require_same("vLLM", self.score(probe.tokens), probe, ': use rollout.engine = "transformers"')
 
     def _parameters(self, seed: int, sampling: Sampling) -> Any:
         from vllm import SamplingParams
