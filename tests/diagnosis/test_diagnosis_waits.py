@@ -1,9 +1,12 @@
 """Ranks that wait for each other in several process groups: four ranks, in two pairs of each kind."""
 
 import re
+from collections.abc import Sequence
 
 import pytest
-from made_reports import group_place
+from hypothesis import given
+from hypothesis import strategies as st
+from made_reports import group_place, rank_status
 from test_diagnosis_liveness import rank
 
 from rlhf_core.diagnosis.hangs.verdict import blame, disagreement
@@ -48,6 +51,49 @@ def test_a_rank_that_keeps_others_waiting_through_others_is_named() -> None:
     assert (verdict.kind, verdict.ranks) == (FailureKind.HANG, (3,))
     assert "rank 3 has not entered gloo:all_reduce, number 5 of process group dp1, in which rank 1" in verdict.reason
     assert (verdict.collective, verdict.collective_sequence) == ("gloo:all_reduce", 5)
+
+
+def _stuck(program: Sequence[int], culprit: int, last: int) -> list[RankStatus]:
+    """Eight ranks that enter the collectives of a program, all in the same order, until none can go on.
+
+    Args:
+        program: Groups of each collective: those of ranks that differ only in these of three bits.
+        culprit: Rank that hangs after this many collectives.
+    """
+    groups = {
+        (number, bits): tuple(other for other in range(8) if not (number ^ other) & ~bits)
+        for number in range(8)
+        for bits in program
+    }
+    done, entered, inside = [0] * 8, dict.fromkeys(groups, 0), [False] * 8
+    while True:
+        before = [*done]
+        for number in range(8):
+            if done[number] < (last if number == culprit else len(program)):
+                bits = program[done[number]]
+                entered[number, bits] += not inside[number]
+                members = groups[number, bits]
+                inside[number] = any(entered[other, bits] < entered[number, bits] for other in members)
+                done[number] += not inside[number]
+        if done == before:
+            break
+    found = []
+    for number in range(8):
+        waits = [inside[number] and program[done[number]] == bits for bits in {*program}]
+        places = tuple(
+            group_place(str(groups[number, bits]), groups[number, bits], at, waits_in=at if waiting else None)
+            for bits, waiting in zip({*program}, waits, strict=True)
+            for at in [entered[number, bits]]
+        )
+        found.append(rank_status(number, in_collective=True, process_groups=places))
+    return found
+
+
+@given(st.lists(st.integers(1, 7), min_size=1, max_size=12), st.integers(0, 7), st.data())
+def test_in_any_program_the_rank_that_hangs_is_named(program: list[int], culprit: int, data: st.DataObject) -> None:
+    ranks = _stuck(program, culprit, data.draw(st.integers(0, len(program) - 1)))
+    assert blame(ranks).ranks == (culprit,)
+    assert blame([one.model_copy(update={"process_groups": ()}) for one in ranks]).ranks == (), "negative control"
 
 
 def test_without_the_groups_a_rank_that_waits_elsewhere_is_not_found() -> None:
