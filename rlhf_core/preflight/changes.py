@@ -108,7 +108,7 @@ def changes_since(before: GoodRun, spec: RunSpec, basis: Mapping[str, str]) -> l
 
 def basis_of(facts: Facts) -> dict[str, str]:
     """Return versions, rows and code: everything that may change while the config stays the same."""
-    found = {f"rows of {name}": _rows(file) for name, file in facts.files().items()}
+    found = {f"rows of {name}": _rows(file) for name, file in facts.files.items()}
     found |= {f"reward model {name}": one.fingerprint for name, one in facts.reward_models.items()}
     found["code"] = facts.code_hash or "none"
     found["rlhf-flows"] = facts.control_version
@@ -129,8 +129,8 @@ def read_basis(text: str) -> dict[str, str]:
     return {name: value for name, sign, value in pairs if sign}
 
 
-def _rows(file: DataFile | None) -> str:
-    if file is None or file.problem or not file.scanned:
+def _rows(file: DataFile) -> str:
+    if file.problem or not file.scanned:
         return ""
     prompts = hashlib.blake2b(b"".join(sorted(file.prompt_hashes)), digest_size=4).hexdigest()
     return f"{file.num_rows}, prompts {prompts}"

@@ -1,4 +1,4 @@
-"""Scan of a data file in one pass, row by row, without a library."""
+"""Scan of data files in one pass, row by row, without a library."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -13,9 +13,34 @@ from rlhf_core.preflight.facts import BadRows, DataFile, LineProblem
 from rlhf_core.preflight.missing_paths import missing
 from rlhf_core.preflight.templates import named_columns
 from rlhf_core.schemas.data import DataKind, RowSource
+from rlhf_core.schemas.run import RunSpec
 
 SHOWN = 5
 """Number of problems of each kind that are shown; all are counted."""
+
+
+def scan_files(spec: RunSpec, files: Mapping[str, str], tick: Callable[[], None] = lambda: None) -> dict[str, DataFile]:
+    """Scan files of rows.
+
+    Args:
+        files: settings that name them, and their paths; some or all of ``spec.data.files``.
+    """
+    tables = spec.data.tables
+    return {
+        setting: scan(
+            Path(path),
+            tables[setting.rpartition(".")[0]],
+            tick,
+            read_elsewhere=is_read_elsewhere(spec, setting),
+            kinds=spec.data_kinds,
+        )
+        for setting, path in files.items()
+    }
+
+
+def is_read_elsewhere(spec: RunSpec, setting: str) -> bool:
+    """Return True if a setting names training data that another program reads in its own format."""
+    return setting == "data.train" and spec.trainer.kind == "command"
 
 
 def scan(

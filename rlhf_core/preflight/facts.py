@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rlhf_core.schemas.cluster import SlurmSpec
 from rlhf_core.schemas.content import ContentReport, SplitReport
@@ -248,12 +248,8 @@ class Facts:
     """Entries of ``code.paths`` that do not exist or may not be read."""
     code_hash: str = ""
     """Hash of the user's code as the nodes will see it; empty when there is none."""
-    train: DataFile | None = None
-    """File of ``data.train``."""
-    eval: DataFile | None = None
-    """File of ``data.eval``."""
-    sources: Mapping[str, DataFile] = field(default_factory=dict)
-    """Files of the sources of a mixture by setting, for instance ``data.sources.math.train``."""
+    files: Mapping[str, DataFile] = field(default_factory=dict)
+    """Files of rows by the setting that names them: ``data.train``, or for instance ``data.sources.math.train``."""
     model_config: Mapping[str, Any] = field(default_factory=dict)
     """Content of the model's ``config.json``, or ``model.config``."""
     model_types: ModelTypes = ModelTypes()
@@ -298,7 +294,7 @@ class Facts:
         """False if the held-out rows are known to have no column of answers."""
         data, splits = self.spec.data, self.content.splits if self.content is not None else ()
         found = {one.setting: frozenset(one.columns) for one in splits if one.split == "eval" and not one.problem}
-        for setting, file in self.files("eval").items():
+        for setting, file in self.files_of("eval").items():
             if file.scanned and not file.problem:
                 found[setting] = file.columns
         return all(
@@ -307,19 +303,13 @@ class Facts:
             if f"{table}.eval" in found
         )
 
-    def files(self, split: str = "") -> dict[str, DataFile]:
-        """Files of rows by the setting that names them, for instance ``data.train``.
-
-        Args:
-            split: ``train`` or ``eval``; empty for both.
-        """
-        single = {"data.train": self.train, "data.eval": self.eval}
-        found = {**{name: file for name, file in single.items() if file is not None}, **self.sources}
-        return {name: file for name, file in found.items() if name.endswith(split)}
+    def files_of(self, split: Literal["train", "eval"]) -> dict[str, DataFile]:
+        """Files of rows of one split, by setting."""
+        return {name: file for name, file in self.files.items() if name.endswith(f".{split}")}
 
     def num_rows(self, split: SplitReport) -> int:
         """Rows of a split: all of a file that was scanned, otherwise those that were read."""
-        file = self.files().get(split.setting)
+        file = self.files.get(split.setting)
         return max(split.num_rows, 0 if file is None else file.num_rows)
 
     @property

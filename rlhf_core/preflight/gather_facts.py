@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from packaging.requirements import Requirement as PackageRequirement
 from packaging.utils import canonicalize_name
@@ -17,12 +17,11 @@ from rlhf_core import __version__
 from rlhf_core.config.site import Site
 from rlhf_core.files.fingerprints import fingerprint_or_problem
 from rlhf_core.machine.interpreters import LISTING_CODE
-from rlhf_core.preflight.data_file import scan
+from rlhf_core.preflight.data_file import scan_files
 from rlhf_core.preflight.facts import (
     Baseline,
     CheckpointFacts,
     ComputeSide,
-    DataFile,
     Disk,
     Facts,
     ModelFolder,
@@ -122,9 +121,7 @@ def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Fa
         imports=imports,
         missing_code=missing_code(spec),
         code_hash=hash_code(around.code_path, tick),
-        train=_scan(spec, spec.data.train, tick, read_elsewhere=not native),
-        eval=_scan(spec, spec.data.eval, tick),
-        sources=_scan_sources(spec, ("train", "eval"), tick),
+        files=scan_files(spec, spec.data.files, tick),
         model_config=model_config(spec.model),
         model_types=read_model_types(Path(compute.transformers), spec.model.config)
         if compute.transformers and native
@@ -152,27 +149,10 @@ def missing_code(spec: RunSpec) -> tuple[str, ...]:
     return tuple(path for path in spec.code.paths if not os.access(path, os.R_OK))
 
 
-def _scan(spec: RunSpec, path: str, tick: Tick, *, read_elsewhere: bool = False) -> DataFile | None:
-    if not path:
-        return None
-    return scan(Path(path), spec.data, tick, read_elsewhere=read_elsewhere, kinds=spec.data_kinds)
-
-
-def _scan_sources(spec: RunSpec, splits: Sequence[Literal["train", "eval"]], tick: Tick) -> dict[str, DataFile]:
-    """Files of the sources of a mixture, by setting."""
-    return {
-        f"data.sources.{name}.{split}": scan(
-            Path(one.train if split == "train" else one.eval), one, tick, kinds=spec.data_kinds
-        )
-        for split in splits
-        for name, one in spec.data.of_split(split).items()
-        if name
-    }
-
-
 def gather_for_predictions(spec: RunSpec, inventory: Inventory, site_slurm: SlurmSpec) -> Facts:
     """Gather what predictions and the checks of memory need. No process is started, and of the data only the held-out
     pairs are read, whose columns decide whether they are completed."""
+    held_out = {setting: path for setting, path in spec.data.files.items() if setting.endswith(".eval")}
     return Facts(
         spec=spec,
         inventory=inventory,
@@ -181,8 +161,7 @@ def gather_for_predictions(spec: RunSpec, inventory: Inventory, site_slurm: Slur
         compute=ComputeSide(""),
         requirements=(),
         disk=Disk(Path()),
-        eval=_scan(spec, spec.data.eval, lambda: None) if spec.data_kinds == {"pair"} else None,
-        sources=_scan_sources(spec, ("eval",), lambda: None) if spec.data_kinds == {"pair"} else {},
+        files=scan_files(spec, held_out) if spec.data_kinds == {"pair"} else {},
         model_config=model_config(spec.model),
         model_folder=inspect_model(spec.model),
         reward_models=_inspect_reward_models(spec),

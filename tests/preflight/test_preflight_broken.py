@@ -21,7 +21,7 @@ from rlhf_core.config.site import load_site
 from rlhf_core.errors import BadConfig
 from rlhf_core.launch.config_paths import absolute_paths
 from rlhf_core.preflight import gather_facts
-from rlhf_core.preflight.data_file import scan
+from rlhf_core.preflight.data_file import scan_files
 from rlhf_core.preflight.facts import Disk, Facts
 from rlhf_core.preflight.gather_facts import Surroundings
 from rlhf_core.preflight.model_types import read_model_types
@@ -70,8 +70,7 @@ def facts_of(path: Path, spec: RunSpec) -> Facts:
         inventory=FakeScheduler(**around).inventory(),
         compute=replace(base.compute, packages={**base.compute.packages, **packages}),
         disk=Disk(Path("/runs"), free_bytes=10 * 2**40),
-        train=scan(Path(spec.data.train), spec.data),
-        eval=scan(Path(spec.data.eval), spec.data),
+        files=scan_files(spec, spec.data.files),
         model_config=spec.model.config,
         model_types=read_model_types(TRANSFORMERS, spec.model.config),
     )

@@ -75,8 +75,10 @@ def healthy(**changes: Any) -> Facts:
         requirements=(Requirement("torch", ">=2.6"), Requirement("transformers", "<6,>=5.0")),
         disk=Disk(Path("/runs"), free_bytes=100 * GIB),
         imports={"my_rewards:score": ""},
-        train=file,
-        eval=replace(file, path=Path("/d/eval.jsonl"), prompt_hashes=frozenset({b"b"})),
+        files={
+            "data.train": file,
+            "data.eval": replace(file, path=Path("/d/eval.jsonl"), prompt_hashes=frozenset({b"b"})),
+        },
         model_config=MODEL,
     )
     return replace(facts, **changes)
@@ -161,7 +163,8 @@ def with_keep_best(every: int, metric: str = "greedy", **sections: Any) -> Facts
 def with_best_of_pairs(*columns: str) -> Facts:
     """The same with DPO on held-out pairs with these columns."""
     facts = with_keep_best(20, loops=DPO)
-    return replace(facts, eval=DataFile(Path("/d/eval.jsonl"), num_rows=10, columns=frozenset(columns)))
+    held_out = DataFile(Path("/d/eval.jsonl"), num_rows=10, columns=frozenset(columns))
+    return replace(facts, files={**facts.files, "data.eval": held_out})
 
 
 def with_algorithm(**settings: Any) -> Facts:
@@ -217,9 +220,8 @@ def test_a_run_that_is_resumed_well_has_no_finding() -> None:
 
 
 def train_file(**changes: Any) -> Facts:
-    base = healthy()
-    assert base.train is not None
-    return healthy(train=replace(base.train, **changes))
+    files = healthy().files
+    return healthy(files={**files, "data.train": replace(files["data.train"], **changes)})
 
 
 def bad_rows(*lines: int) -> BadRows:
@@ -295,7 +297,7 @@ def looked_at(
 def generated(**train: Any) -> Facts:
     """Healthy facts with a report on rows from a generator, with changes."""
     data = {"generator": "my_data:rows", "train": "", "eval": ""}
-    return replace(looked_at(train=train, data=data), train=None, eval=None)
+    return replace(looked_at(train=train, data=data), files={})
 
 
 def lasts(seconds_per_step: float, **resources: Any) -> Facts:
@@ -395,7 +397,7 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
      "is only slow, or needs"),
     ("content.rewards", WARNING, looked_at(trial={"problem": "memory", "message": "MemoryError"}), "the memory limit"),
     ("content.rewards", SKIPPED, looked_at(trial={"problem": "not_tried", "message": "no time"}), "not tried"),
-    ("content.columns", WARNING, replace(looked_at({"is_whole": False}, data={"tools_column": "tols"}), train=None),
+    ("content.columns", WARNING, replace(looked_at({"is_whole": False}, data={"tools_column": "tols"}), files={}),
      "no row that was read has"),
     ("content.columns", BLOCKED, looked_at(data={**FILES, "tools_column": "tols"}), "correct data.tools_column"),
     ("content.chat_template", WARNING, looked_at(tokens={"is_bypassed": True}), "set data.chat=true"),
@@ -886,9 +888,8 @@ def test_a_look_at_healthy_data_has_no_finding() -> None:
 
 def test_findings_of_the_control_plane_itself_are_reported_once() -> None:
     unsuitable = looked_at({"problem": "line 3 is malformed"})
-    assert unsuitable.train is not None
-    malformed = replace(unsuitable.train, malformed=BadRows(1))
-    assert found(replace(unsuitable, train=malformed), "content.columns") == []
+    malformed = replace(unsuitable, files=train_file(malformed=BadRows(1)).files)
+    assert found(malformed, "content.columns") == []
     assert found(unsuitable, "content.columns")[0].status is BLOCKED, "nothing else reports it"
     assert found(looked_at({"num_duplicates": 3}), "content.columns")[0].status is CheckStatus.PASSED
 
@@ -896,7 +897,7 @@ def test_findings_of_the_control_plane_itself_are_reported_once() -> None:
 def test_time_to_read_the_data_is_a_lower_limit_where_not_all_rows_are_known() -> None:
     """A file that preflight has scanned is counted; a generator is asked for its first rows only."""
     assert "about 50 s at every start; " in found(looked_at({"read_s": 50.0}), "content.pipeline")[0].found
-    counted = replace(looked_at({"read_s": 50.0, "is_whole": False}), train=DataFile(Path("a.jsonl"), num_rows=200))
+    counted = replace(looked_at({"read_s": 50.0, "is_whole": False}), files=train_file(num_rows=200).files)
     assert "about 100 s at every start; " in found(counted, "content.pipeline")[0].found
     lower = "at least 50 s at every start (there are more rows than the 100 read here); "
     assert lower in found(generated(read_s=50.0, is_whole=False), "content.pipeline")[0].found

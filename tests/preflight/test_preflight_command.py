@@ -66,8 +66,7 @@ def command(
         ).inventory(),
         scheduler="slurm",
         model_config={},
-        train=None,
-        eval=None,
+        files={},
         imports={},
         trainer=replace(SIDE, **(side or {})),
     )
@@ -507,9 +506,9 @@ def test_versions_are_those_of_the_environment_that_trains() -> None:
 def test_training_data_of_another_program_need_not_have_our_columns() -> None:
     train = DataFile(Path("/d/train.jsonl"), num_rows=100, columns=frozenset({"messages"}))
     facts = command(sections={"data": {"train": "/d/train.jsonl"}})
-    assert unwanted(replace(facts, train=train)) == []
+    assert unwanted(replace(facts, files={"data.train": train})) == []
     torn = replace(train, malformed=BadRows(1))
-    assert [one.id for one in unwanted(replace(facts, train=torn))] == ["data.lines"]
+    assert [one.id for one in unwanted(replace(facts, files={"data.train": torn}))] == ["data.lines"]
 
 
 @pytest.mark.parametrize(

@@ -347,7 +347,7 @@ def test_everything_at_once(tmp_path: Path) -> None:
     spec = make_spec(preflight={"off": dict.fromkeys(gather_facts.CONTENT_CHECKS[1:], "known")})
     facts = gather_facts.gather(RunSpec.model_validate(spec.model_dump()), around(tmp_path))
     assert facts.compute.problem == ""
-    assert facts.train is None
+    assert facts.files == {}
     assert facts.disk.problem == ""
     assert facts.content is not None
     assert [inspection.problem for inspection in facts.content.splits] == ["", ""]

@@ -269,7 +269,9 @@ def test_rows_that_every_rank_holds_must_fit_into_the_node() -> None:
         split = SplitReport(split="train", num_rows=2000, is_whole=False, bytes_per_row=bytes_per_row)
         file = DataFile(Path("train.jsonl"), num_rows=1_000_000)
         facts = big(resources={"memory_gb": memory_gb})
-        return found(replace(facts, train=file, content=ContentReport(splits=(split,))), "memory.offload")
+        return found(
+            replace(facts, files={"data.train": file}, content=ContentReport(splits=(split,))), "memory.offload"
+        )
 
     (fits,), (too_small,) = results(256), results(192)
     assert (fits.status, too_small.status) == (CheckStatus.PASSED, CheckStatus.BLOCKED)
@@ -869,15 +871,16 @@ def test_pairs_without_answers_need_no_memory_to_sample(source: str) -> None:
 
     def with_columns(*more: str) -> Facts:
         if source == "file":
-            return replace(facts, eval=DataFile(Path("eval.jsonl"), columns=frozenset({*columns, *more})))
+            file = DataFile(Path("eval.jsonl"), columns=frozenset({*columns, *more}))
+            return replace(facts, files={"data.eval": file})
         split = SplitReport(split="eval", num_rows=100, columns=(*columns, *more))
         parquet = DataFile(Path("eval.parquet"), scanned=False)
-        return replace(facts, eval=parquet, content=ContentReport(splits=(split,)))
+        return replace(facts, files={"data.eval": parquet}, content=ContentReport(splits=(split,)))
 
     for check in ("memory.trainer", "memory.evaluator"):
         assert "KV cache" not in only(with_columns(), check).found
         assert "KV cache" in only(with_columns("answer"), check).found
-    assert "KV cache" in only(replace(facts, eval=None), "memory.trainer").found, "unknown"
+    assert "KV cache" in only(replace(facts, files={}), "memory.trainer").found, "unknown"
 
 
 def test_only_gpus_of_the_partition_count() -> None:

@@ -49,8 +49,10 @@ def on_a_cluster(name: str, num_nodes: int) -> Facts:
         compute=replace(compute, packages={**compute.packages, "vllm": "0.27.0"}),
         inventory=scheduler.inventory(),
         scheduler="slurm",
-        train=file,
-        eval=replace(file, path=Path("/d/test.jsonl"), prompt_hashes=frozenset({b"b"})),
+        files={
+            "data.train": file,
+            "data.eval": replace(file, path=Path("/d/test.jsonl"), prompt_hashes=frozenset({b"b"})),
+        },
         model_config=spec.model.config,
         disk=replace(healthy().disk, free_bytes=10_000 * GIB),
     )

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from test_preflight_checks import found, healthy, with_algorithm, with_lora, with_spec
+from test_preflight_checks import found, healthy, train_file, with_algorithm, with_lora, with_spec
 from test_preflight_command import SIDE, TORCHRUN, command
 
 from rlhf_core.preflight.changes import basis_of, basis_text, changes_since, read_basis
@@ -59,8 +59,8 @@ def test_the_same_again_needs_no_trial() -> None:
         (healthy(control_version="0.2.0"), "rlhf-flows 0.1.0 -> 0.2.0"),
         (healthy(compute=replace(healthy().compute, packages={"torch": "2.14.0"})), "torch 2.13.0 -> 2.14.0"),
         (healthy(code_hash="ab12"), "code none -> ab12"),
-        (healthy(train=replace(healthy().train, num_rows=99)), "rows of data.train 100, prompts"),
-        (healthy(train=replace(healthy().train, prompt_hashes=frozenset({b"z"}))), "rows of data.train 100, prompts"),
+        (train_file(num_rows=99), "rows of data.train 100, prompts"),
+        (train_file(prompt_hashes=frozenset({b"z"})), "rows of data.train 100, prompts"),
     ],
     ids=range(16),
 )

@@ -4,7 +4,7 @@
 from collections.abc import Iterator
 
 from rlhf_core.files.data_rows import template_columns
-from rlhf_core.preflight.facts import DataFile, Facts
+from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.registry import Finding, bad_rows, blocked, check, passed, skipped, warning
 from rlhf_core.preflight.size_estimates import num_positions
 from rlhf_core.preflight.templates import absent_columns, templates_of
@@ -261,7 +261,7 @@ def _absent_tools(facts: Facts) -> Iterator[Finding]:
     for table, source in facts.spec.data.tables.items():
         tools, settings = source.tools_column, (f"{table}.train", f"{table}.eval")
         splits = [split for split in facts.content.splits if not split.problem and split.setting in settings]
-        files = [file for name, file in facts.files().items() if name in settings and file.scanned]
+        files = [file for name, file in facts.files.items() if name in settings and file.scanned]
         columns = {name for split in splits for name in split.columns}.union(*(file.columns for file in files))
         if not tools or not splits or tools in columns:
             continue
@@ -360,18 +360,14 @@ def _slow(facts: Facts, trial: RewardTrial) -> Iterator[Finding]:
         )
 
 
-def _file(facts: Facts, split: SplitReport) -> DataFile | None:
-    return facts.files().get(split.setting)
-
-
 def _is_scanned(facts: Facts, split: SplitReport) -> bool:
-    file = _file(facts, split)
+    file = facts.files.get(split.setting)
     return file is not None and file.scanned
 
 
 def _is_judged_already(facts: Facts, split: SplitReport) -> bool:
     """Return True if the control plane has read the file itself and reports a problem of it."""
-    file, kinds = _file(facts, split), facts.spec.data_kinds
+    file, kinds = facts.files.get(split.setting), facts.spec.data_kinds
     data = facts.spec.data.source(split.source)
     if file is None or not file.scanned:
         return file is not None and bool(file.problem)

@@ -3,22 +3,21 @@
 from collections.abc import Iterator
 
 from rlhf_core.files.data_rows import template_columns
+from rlhf_core.preflight.data_file import is_read_elsewhere
 from rlhf_core.preflight.facts import BadRows, DataFile, Facts
 from rlhf_core.preflight.registry import Finding, bad_rows, blocked, check, passed, skipped, warning
 from rlhf_core.preflight.templates import absent_columns, templates_of
-
-SPLITS = ("train", "eval")
 
 
 @check("data.readable")
 def readable(facts: Facts) -> Iterator[Finding]:
     """A wrong path would otherwise be found only on the nodes, after minutes in the queue."""
-    for name, file in facts.files().items():
+    for name, file in facts.files.items():
         if file.problem:
             yield blocked(f"{name} = {file.path}: {file.problem}", "a readable file", f"correct {name}")
         elif file.scanned:
             yield passed(f"{name}: {file.num_rows} rows in {file.path}")
-        elif _is_read_elsewhere(facts, name):
+        elif is_read_elsewhere(facts.spec, name):
             yield passed(f"{name}: {file.path} exists; the trainer reads it")
         else:
             yield skipped(f"{name}: the rows of {file.path.suffix} files are read only on the nodes")
@@ -44,7 +43,7 @@ def lines(facts: Facts) -> Iterator[Finding]:
         shown = "; ".join(f"{file.path}:{problem.line}: {problem.message}" for problem in file.malformed.first)
         more = file.malformed.count - len(file.malformed.first)
         found = f"{file.malformed.count} malformed: {shown}" + (f"; and {more} more" if more else "")
-        if _is_read_elsewhere(facts, name):
+        if is_read_elsewhere(facts.spec, name):
             yield blocked(found, "well-formed rows", "correct them: data.malformed_rows has no effect on this trainer")
         else:
             dropped = facts.spec.data.malformed_rows == "drop"
@@ -87,7 +86,7 @@ def templates(facts: Facts) -> Iterator[Finding]:
 def columns(facts: Facts) -> Iterator[Finding]:
     """A setting that names a column missing from the data stops every rank at the first row."""
     for name, file in _read(facts):
-        if not file.num_rows or _is_read_elsewhere(facts, name):
+        if not file.num_rows or is_read_elsewhere(facts.spec, name):
             continue
         table = name.rpartition(".")[0]
         absent = absent_columns(facts.spec.data.tables[table], facts.spec.data_kinds, file.columns, table)
@@ -173,7 +172,8 @@ def duplicates(facts: Facts) -> Iterator[Finding]:
 @check("data.overlap")
 def overlap(facts: Facts) -> Iterator[Finding]:
     """Held-out prompts that were trained on make the evaluation look better than the model is."""
-    train, held = ({name: one for name, one in facts.files(split).items() if one.prompt_hashes} for split in SPLITS)
+    both = facts.files_of("train"), facts.files_of("eval")
+    train, held = ({name: one for name, one in files.items() if one.prompt_hashes} for files in both)
     if not train or not held:
         return
     trained = frozenset[bytes]().union(*(file.prompt_hashes for file in train.values()))
@@ -195,7 +195,8 @@ def overlap(facts: Facts) -> Iterator[Finding]:
 def enough_prompts(facts: Facts) -> Iterator[Finding]:
     """With fewer rows than requested, prompts repeat within a step, or less is evaluated than intended."""
     spec = facts.spec
-    rows, held = (sum(file.num_rows for file in facts.files(split).values()) for split in SPLITS)
+    both = facts.files_of("train"), facts.files_of("eval")
+    rows, held = (sum(file.num_rows for file in files.values()) for files in both)
     for loop, found in spec.loops.named.items():
         algorithm = found.algorithm
         if algorithm.samples and rows and rows < algorithm.rows_per_step:
@@ -238,14 +239,9 @@ def code_paths(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _is_read_elsewhere(facts: Facts, name: str) -> bool:
-    """Return True for training data that another program reads in its own format."""
-    return name == "data.train" and facts.spec.trainer.kind == "command"
-
-
 def _read(facts: Facts) -> Iterator[tuple[str, DataFile]]:
     """The files whose rows were read."""
-    return ((name, file) for name, file in facts.files().items() if not file.problem and file.scanned)
+    return ((name, file) for name, file in facts.files.items() if not file.problem and file.scanned)
 
 
 def _places(file: DataFile, rows: BadRows) -> str:
