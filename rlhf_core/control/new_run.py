@@ -33,6 +33,19 @@ def resolve(
     return load_spec(source, named, folder or Path.cwd(), refuse_misplaced=refuse_misplaced)
 
 
+def stored_spec(spec: RunSpec, site: Site, folder: Path | None = None) -> RunSpec:
+    """The spec as its run stores it: with folders in place of names, and steps in place of epochs.
+
+    Args:
+        spec: with absolute paths.
+        folder: source of the user's code. Default: the current folder.
+
+    Raises:
+        BadConfig: the rows of an epoch cannot be counted, or a loop would be too long.
+    """
+    return with_steps_of_epochs(for_site(spec, site), site, folder or Path.cwd())
+
+
 def new_run(
     source: str,
     overrides: Sequence[str],
@@ -64,7 +77,7 @@ def new_run(
     # A preset ships with the program, and a deployment of one does not start in a user's folder.
     of_preset = program_revision() if source in PRESETS and not git_revision(folder or Path.cwd()) else None
     return prepare(
-        with_steps_of_epochs(for_site(spec, site), site, code_folder or Path.cwd()),
+        stored_spec(spec, site, code_folder),
         site.runs_dir,
         config_source=str(source),
         overrides=overrides,

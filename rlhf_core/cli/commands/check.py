@@ -90,14 +90,13 @@ def check(
 def _spec(config: str, overrides: Sequence[str], site: "Site") -> "RunSpec":
     """The spec to check, with a warning about each file that is only beside the config."""
     from rlhf_core.config import loading
-    from rlhf_core.control.epochs import with_steps_of_epochs
-    from rlhf_core.control.site_names import for_site
+    from rlhf_core.control.new_run import stored_spec
     from rlhf_core.launch.config_paths import absolute_paths, misplaced
 
     spec = loading.load(config, overrides)
     for problem in misplaced(spec, config, Path.cwd()):
         output.warn(problem)
-    return with_steps_of_epochs(for_site(absolute_paths(spec, Path.cwd()), site), site, Path.cwd())
+    return stored_spec(absolute_paths(spec, Path.cwd()), site)
 
 
 def _checks(spec: "RunSpec", site: "Site") -> "Sequence[CheckResult]":

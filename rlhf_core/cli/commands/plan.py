@@ -1,7 +1,6 @@
 """``rlhf plan``: memory of each role, predicted step, layouts that divide, and the same against earlier runs."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -37,18 +36,15 @@ def plan(config: ConfigArgument, set_: SetOption = None, as_json: JsonOption = F
 
 def _plan(config: str, overrides: list[str]) -> "RunPlan":
     from rlhf_core.config.site import load_site
-    from rlhf_core.control.epochs import with_steps_of_epochs
-    from rlhf_core.control.new_run import resolve
+    from rlhf_core.control.new_run import resolve, stored_spec
     from rlhf_core.control.run_plan import plan_run
-    from rlhf_core.control.site_names import for_site
     from rlhf_core.history import queries
     from rlhf_core.history.run_shape import shape_key
     from rlhf_core.preflight.gather_facts import gather_for_predictions
     from rlhf_core.scheduler import get_scheduler
 
     site = load_site()
-    # The shape of a run includes paths as it stores them.
-    spec = with_steps_of_epochs(for_site(resolve(config, overrides), site), site, Path.cwd())
+    spec = stored_spec(resolve(config, overrides), site)
     if spec.trainer.kind != "native":
         raise BadInput('found trainer.kind = "command"; expected the native trainer: the layout of another program is '
                        "set by its own arguments")  # fmt: skip

@@ -51,9 +51,7 @@ def run(
     Exit code 0: done, 1: failed (with the diagnosis), 2: bad input or blocked by a check, 130: cancelled.
     """
     from rlhf_core.config.site import load_site
-    from rlhf_core.control.epochs import with_steps_of_epochs
-    from rlhf_core.control.new_run import new_run, resolve
-    from rlhf_core.control.site_names import for_site
+    from rlhf_core.control.new_run import new_run, resolve, stored_spec
     from rlhf_core.history.store import HistoryStore
     from rlhf_core.watchdog.watcher import record
 
@@ -62,7 +60,7 @@ def run(
     # Its errors are reported before anything is started.
     spec = resolve(config, overrides, name, refuse_misplaced=True)
     if dry_run:
-        print_plan(with_steps_of_epochs(for_site(spec, site), site, Path.cwd()), site, as_json)
+        print_plan(stored_spec(spec, site), site, as_json)
         return
     with HistoryStore(site.database_url) as store, _server(site, no_prefect):
         run_dir = new_run(config, overrides, site, name, tags=tag or ())
