@@ -66,7 +66,7 @@ LONGEST_S = 2**31 - 1
 """Longest duration of a setting in seconds, 68 years: clocks and timers overflow after 292."""
 PositiveSeconds = Annotated[float, Field(gt=0, le=LONGEST_S, allow_inf_nan=False)]
 NonNegativeSeconds = Annotated[float, Field(ge=0, le=LONGEST_S, allow_inf_nan=False)]
-Share = Annotated[float, Field(ge=0, le=1)]
+UnitInterval = Annotated[float, Field(ge=0, le=1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 """A measured value; SQLite has no NaN."""
 Moment = Annotated[AwareDatetime, Field(ge=datetime(1900, 1, 1, tzinfo=UTC), lt=datetime(3000, 1, 1, tzinfo=UTC))]

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rlhf_core.schemas.base import Positive, PositiveFloat, Schema, Share
+from rlhf_core.schemas.base import Positive, PositiveFloat, Schema, UnitInterval
 
 HealthRule = Literal[
     "identical",
@@ -55,13 +55,13 @@ class HealthSpec(Schema):
     identical_chance: Annotated[float, Field(gt=0, lt=1)] = 1e-9
     """Probability, estimated from the policy's entropy, below which identical completions are not chance. No run has a
     billion steps, and a policy that is certain of its answers may repeat them."""
-    collapsed_share: Share = 0.2
+    collapsed_share: UnitInterval = 0.2
     """Share of the best reward, above the lowest reward seen, at or below which the reward has collapsed. Healthy runs
     sometimes lose half and recover."""
-    entropy_share: Share = 0.01
+    entropy_share: UnitInterval = 0.01
     """Share of the initial entropy below which exploration has ended, if the reward has not risen. A policy that learns
     also loses entropy, but gains reward."""
-    truncated_share: Share = 0.99
+    truncated_share: UnitInterval = 0.99
     """Share of truncated completions (`rollout.max_new_tokens`) from which, without any reward, no completion is
     considered to finish. A few finished ones are enough to learn from."""
     max_kl: PositiveFloat = 10.0
@@ -70,9 +70,9 @@ class HealthSpec(Schema):
     max_train_gap: PositiveFloat = 0.1
     """Mean difference between the log-probabilities of tokens at sampling and in training, in nats, above which the two
     differ in their model. bfloat16 causes 0.01; at 0.1, every token's gradient is off by a tenth."""
-    clipped_share: Share = 0.9
+    clipped_share: UnitInterval = 0.9
     """Share of tokens with a clipped gradient above which nothing remains to learn. Healthy runs stay below a third."""
-    length_correlation: Share = 0.8
+    length_correlation: UnitInterval = 0.8
     """Correlation of reward and length among the completions of a prompt above which the reward mainly measures length.
     For a reward for correct answers, it is between -0.5 and 0.5."""
     length_rise: PositiveFloat = 0.25

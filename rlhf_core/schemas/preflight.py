@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from rlhf_core.schemas.base import NonNegativeFloat, Positive, PositiveSeconds, Schema, Share
+from rlhf_core.schemas.base import NonNegativeFloat, Positive, PositiveSeconds, Schema, UnitInterval
 
 
 class PreflightSpec(Schema):
@@ -23,7 +23,7 @@ class PreflightSpec(Schema):
     """Largest difference between the clocks of two nodes, in seconds."""
     min_free_disk_gb: NonNegativeFloat = 1.0
     """Minimum free space in the temporary folder and the shared memory of every node, in GiB."""
-    min_relative_speed: Share = 0.5
+    min_relative_speed: UnitInterval = 0.5
     """Share of the median of all nodes, or of its own earlier readings, below which a node is too slow for training; 0
     only measures."""
     min_bandwidth_gb_s: NonNegativeFloat = 0.0

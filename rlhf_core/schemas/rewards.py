@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
-from rlhf_core.schemas.base import Finite, ImportPath, NonNegativeSeconds, Schema, Share
+from rlhf_core.schemas.base import Finite, ImportPath, NonNegativeSeconds, Schema, UnitInterval
 from rlhf_core.schemas.scoring_models import ModelName, ScoringModelSpec
 
 REWARD_METRICS = frozenset(
@@ -40,7 +40,7 @@ class RewardSpec(Schema):
     on_failure: Literal["stop", "zero"] = "stop"
     """Response to a function that raises an error, crashes, times out or returns no number for a completion: `stop` the
     run with an error that names the completion, or score the completion as `zero`, warn and continue."""
-    max_failed_share: Share = 0.1
+    max_failed_share: UnitInterval = 0.1
     """Share of a rank's completions in one step that may be scored as zero; more than that stops the run. One is always
     allowed."""
 

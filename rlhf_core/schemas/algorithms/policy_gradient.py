@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from rlhf_core.schemas.algorithms.base import AlgorithmSpec
-from rlhf_core.schemas.base import NonNegative, NonNegativeFloat, Positive, PositiveFloat, Share
+from rlhf_core.schemas.base import NonNegative, NonNegativeFloat, Positive, PositiveFloat, UnitInterval
 
 GroupSize = Annotated[int, Field(ge=2, le=2**31 - 1)]
 """Completions per prompt, for algorithms that compare them with each other."""
@@ -26,7 +26,7 @@ class PolicyGradientSpec(AlgorithmSpec):
     num_minibatches: Positive = 1
     """Updates per pass; the completions of the step are split into this many parts. With one pass in one part, the
     algorithm is strictly on-policy and saves a forward pass."""
-    clip_low: Share = 0.2
+    clip_low: UnitInterval = 0.2
     """Largest distance below 1 at which the probability ratio is not clipped."""
     clip_high: NonNegativeFloat = 0.2
     """Largest distance above 1 at which the probability ratio is not clipped."""
@@ -157,7 +157,7 @@ class GspoSpec(GroupSpec):
 
     name: Literal["gspo"]
     """GRPO with one probability ratio for each completion."""
-    clip_low: Share = 3e-4
+    clip_low: UnitInterval = 3e-4
     """Largest distance below 1 at which the mean probability ratio of a completion is not clipped."""
     clip_high: NonNegativeFloat = 4e-4
     """Largest distance above 1 at which the mean probability ratio of a completion is not clipped."""
@@ -210,7 +210,7 @@ class ReinforcePlusPlusSpec(PolicyGradientSpec):
     """REINFORCE with advantages normalised over the whole batch."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     """Estimator of the KL that is subtracted from the reward of every token."""
-    discount: Share = 1.0
+    discount: UnitInterval = 1.0
     """Discount of later rewards (gamma)."""
 
 
@@ -237,9 +237,9 @@ class PpoSpec(PolicyGradientSpec):
     """Passes over the completions of each step."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     """Estimator of the KL that is subtracted from the reward of every token."""
-    discount: Share = 1.0
+    discount: UnitInterval = 1.0
     """Discount of later rewards (gamma)."""
-    gae_lambda: Share = 0.95
+    gae_lambda: UnitInterval = 0.95
     """Weight of longer returns in the advantage (arXiv 1506.02438)."""
     value_clip: PositiveFloat = 0.2
     """Largest distance of the new value from the one before the update."""
