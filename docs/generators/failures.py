@@ -61,7 +61,7 @@ wait between them grows as above.
   then use the next `trainer.zero_stage` (with several ranks); then `trainer.offload` (on GPUs); then halve
   `rollout.batch_size`. In a trainer that samples itself with `transformers`, a rollout or evaluation that ran out of
   memory first halves `rollout.batch_size` down to {few_completions} (if the evaluation also scores rows, together with
-  the micro-batch), then goes on with `trainer.zero_stage`. With `vllm` in the trainer, sampling begins with
+  the micro-batch), then continues with `trainer.zero_stage`. With `vllm` in the trainer, sampling begins with
   `trainer.zero_stage`. For a rollout engine, only `rollout.batch_size` is halved; for an evaluator, both that and the
   micro-batch. Where nothing is sampled, as with `evaluate.completions = false`, `rollout.batch_size` stays. If
   `trainer.micro_batch_tokens` is set, it is halved instead of `trainer.micro_batch_size`, down to the longest sequence.

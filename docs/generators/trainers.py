@@ -296,7 +296,7 @@ last metric of each start of the workers counts, including its pauses. If yours 
 `[health]` checks the metrics during training. It reports a loss or gradients that are not finite, gradients of exactly
 0, rewards that do not vary, a batch in which every completion is truncated, and a KL divergence above `health.max_kl`.
 A finding is an incident with the decision `continue`: `rlhf show` and the report mention it, as does a notification if
-`notify.on` contains `incident`, and the run goes on. You decide whether to end it. To turn a rule off, give a reason:
+`notify.on` contains `incident`, and the run continues. You decide whether to end it. To turn a rule off, give a reason:
 `health.off = {{ no_spread = "one completion per prompt" }}`.
 
 ## Checkpoints and resume

@@ -49,7 +49,7 @@ class Site:
     retention: RetentionSite = dataclasses.field(default_factory=RetentionSite)
     """``[retention]``: removal by the site daemon."""
     export: ExportSite = dataclasses.field(default_factory=ExportSite)
-    """``[export]``: experiment trackers that show all runs while they go on."""
+    """``[export]``: experiment trackers that show all runs in progress."""
     job_secrets: Path | None = None
     """``RLHF_JOB_SECRETS``: file with the values of ``slurm.pass_environment``, as lines ``NAME=value``; it must have
     mode 600 and belong to the submitting user (default ``<home>/job-secrets.env``)."""

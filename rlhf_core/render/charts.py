@@ -201,7 +201,7 @@ def _plots(record: ReportData, made: Sequence[tuple[Markup | None, str]]) -> Mar
         ("swatch warm", "supervised warm start", marks.warm_start_steps > 0),
         ("triangle", "checkpoint", bool(marks.checkpoints)),
         ("stroke bad", "incident", bool(marks.incidents)),
-        ("stroke dashed", "a later attempt or restart went on from here", bool(marks.resumes)),
+        ("stroke dashed", "a later attempt or restart continued from here", bool(marks.resumes)),
     ]
     legend = [tag("span", tag("i", class_=style), label) for style, label, shown in keys if shown]
     return join(

@@ -123,5 +123,5 @@ def _legend(marks: Marks) -> str:
     parts += ["shaded: warm start"] if marks.warm_start_steps else []
     parts += ["triangle: checkpoint"] if marks.checkpoints else []
     parts += ["red: incident"] if marks.incidents else []
-    parts += ["dashed: went on from here"] if marks.resumes else []
+    parts += ["dashed: continued from here"] if marks.resumes else []
     return "  ·  ".join(parts)

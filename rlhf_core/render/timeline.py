@@ -243,7 +243,7 @@ def _recoveries(incidents: Sequence[Incident], first_steps: Sequence[FirstStep])
         TimelineEntry(
             first.time,
             3,
-            f"training went on: step {first.step} is done in {place_text(first.attempt, first.restart)}, "
+            f"training continued: step {first.step} is done in {place_text(first.attempt, first.restart)}, "
             f"{duration((first.time - incident.seen_at).total_seconds())} after this was found",
         )
         for first, incident in last.items()

@@ -16,7 +16,7 @@ KeptDays = Annotated[int, Field(ge=0, le=36_500)]
 Occasion = Literal["failed", "stopped", "completed", "cancelled", "cancelled_outside", "incident", "approval"]
 
 TRACKERS = ("mlflow", "tensorboard", "wandb")
-"""Experiment trackers that runs are exported to while they go on."""
+"""Experiment trackers that runs in progress are exported to."""
 
 PRIVATE_VARIABLES = (
     "PGPASSWORD",
@@ -82,7 +82,7 @@ class NotifySite(Schema):
 
 
 class ExportSite(Schema):
-    """``[export]``: experiment trackers to which the site daemon exports all runs while they go on."""
+    """``[export]``: experiment trackers to which the site daemon exports all runs in progress."""
 
     mlflow: str = ""
     """Tracking URI of MLflow (`http://mlflow.example:5000`), or a folder, in which `mlflow.db` is created; empty for

@@ -231,7 +231,9 @@ def test_show_tells_what_happened(store: HistoryStore, runs: Path) -> None:
     assert found[0]["message"] == "anna requested sort with sort.toml"
     moved = [event["state"] for event in found if event["kind"] == "run_moved"]
     assert moved == ["preflight", "queued", "training", "queued", "training", "evaluating", "completed"]
-    assert {"1 passed, 1 warning", "local job j1", "node n2 was lost"} <= {event["message"] for event in found}
+    assert {"1 passed, 1 warning", "1 node, from the beginning", "local job j1", "node n2 was lost"} <= {
+        event["message"] for event in found
+    }
 
 
 def test_findings_of_a_resumed_run_are_those_of_its_last_preflight(store: HistoryStore, runs: Path) -> None:

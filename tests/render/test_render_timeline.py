@@ -65,7 +65,7 @@ ENTRIES = [
         "Stacks, states and logs: attempts/1/restarts/0/incident.",
     ),
     (17.5, "-> restart in place (by the agent): one restart is left."),
-    (23.0, "training went on: step 3 is done in attempt 1 after restart 1, 6.0 s after this was found"),
+    (23.0, "training continued: step 3 is done in attempt 1 after restart 1, 6.0 s after this was found"),
 ]
 
 
@@ -104,7 +104,7 @@ def test_a_healthy_run_has_no_entries(runs: Path) -> None:
 def test_nothing_went_on_before_a_step_was_done(runs: Path) -> None:
     run = hung_run(runs)
     run.dir.attempt(1).restart(1).metrics.unlink()
-    assert [entry for entry in read_timeline(run.dir).entries() if "went on" in entry.text] == []
+    assert [entry for entry in read_timeline(run.dir).entries() if "continued" in entry.text] == []
 
 
 def test_a_worker_that_ended_did_not_stand_still_before(runs: Path) -> None:
@@ -118,8 +118,8 @@ def test_of_two_incidents_without_a_step_between_the_last_is_what_training_went_
     again = run.incident(1, 1, FailureKind.HANG, 30, suspect_ranks=(), suspect_nodes=())
     third = run.incident(1, 2, FailureKind.HANG, 40, detected_after_s=5.0, suspect_ranks=(), suspect_nodes=())
     texts = [entry.text for entry in made_up(run, [again, third], [FirstStep(1, 3, 4, at(50))]).entries()]
-    assert [text for text in texts if "went on" in text] == [
-        "training went on: step 4 is done in attempt 1 after restart 3, 10 s after this was found"
+    assert [text for text in texts if "continued" in text] == [
+        "training continued: step 4 is done in attempt 1 after restart 3, 10 s after this was found"
     ]
     assert any("no single one is to blame" in text for text in texts)
 
@@ -135,8 +135,8 @@ def test_each_incident_of_a_restart_has_its_own_decision_and_only_the_last_a_rec
     timeline = read_timeline(run.dir)
     answers = [[one.action for one in timeline.decisions_on(found)] for found in timeline.incidents]
     assert answers == [[Action.RESTART_IN_PLACE], [Action.RESTART_WORKERS], [Action.NEW_ATTEMPT]]
-    went_on = [entry.text for entry in timeline.entries() if "went on" in entry.text and "attempt 2" in entry.text]
-    assert went_on == ["training went on: step 5 is done in attempt 2, 20 s after this was found"]
+    continued = [entry.text for entry in timeline.entries() if "continued" in entry.text and "attempt 2" in entry.text]
+    assert continued == ["training continued: step 5 is done in attempt 2, 20 s after this was found"]
     run.decision(1, 1, Action.NEW_ATTEMPT, 26, number=1)
     assert [one.action for one in read_timeline(run.dir).decisions_on(TimelineIncident(run.dir, outlived))] == [
         Action.NEW_ATTEMPT

@@ -45,7 +45,7 @@ def export(
     ],
     follow: Annotated[
         bool,
-        typer.Option("--follow", help="For mlflow, tensorboard and wandb: go on until the runs have ended."),
+        typer.Option("--follow", help="For mlflow, tensorboard and wandb: continue until the runs have ended."),
     ] = False,
     artifacts: Annotated[
         bool,

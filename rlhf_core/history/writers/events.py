@@ -31,7 +31,7 @@ from rlhf_core.schemas.journal import (
     TrialPlanned,
 )
 from rlhf_core.schemas.reports import ReconcileNote
-from rlhf_core.text.formatting import attributed
+from rlhf_core.text.formatting import attributed, count
 
 SET_ASIDE = "set_aside"
 """Kind of the event for part of a file of the run that could not be stored."""
@@ -135,7 +135,7 @@ def _event_text(event: ControlEvent) -> _EventText:
             return _EventText(f"the trial {trial} decides {check_id}")
         case AttemptPlanned(placement=placement):
             origin = placement.resume_checkpoint or "the beginning"
-            text = f"{placement.num_nodes} node(s), from {origin}"
+            text = f"{count(placement.num_nodes, 'node')}, from {origin}"
             text += f"; {placement.size_reason}" if placement.size_reason else ""
             return _EventText(text, placement.attempt, state=AttemptState.PLANNED.value)
         case AttemptSubmitted(submission=submission):

@@ -105,7 +105,7 @@ def _train_run(context: WorkerContext, ranks: Ranks, scorer: RewardScorer, pool:
     if checkpoint and state and reference and state.progress.reference not in ("", reference):
         raise ResumeMismatch(
             f"{initial} holds other weights than those that {checkpoint.root.name} was trained from, so training would "
-            "go on with another reference. Restore them, or start a new run"
+            "continue with another reference. Restore them, or start a new run"
         )
     step = state.progress.step if state else 0
     beat = functools.partial(context.reporter.beat, Phase.SETUP, step)
