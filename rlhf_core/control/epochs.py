@@ -12,8 +12,7 @@ from pydantic import ValidationError
 from rlhf_core.config.site import Site
 from rlhf_core.errors import BadConfig
 from rlhf_core.launch.prepare import keep_code
-from rlhf_core.preflight.program_queries import query_program
-from rlhf_core.scheduler.passed_environment import PassedEnvironment
+from rlhf_core.preflight.program_queries import ask_worker
 from rlhf_core.schemas.changes import with_changes
 from rlhf_core.schemas.content import RowCount
 from rlhf_core.schemas.loops import MAX_STEPS
@@ -50,7 +49,6 @@ def with_steps_of_epochs(spec: RunSpec, site: Site, folder: Path) -> RunSpec:
 
 def _count_rows(spec: RunSpec, site: Site, folder: Path, settings: str) -> int:
     """Number of training rows that are left after dropping."""
-    passed = PassedEnvironment(spec.slurm.over(site.slurm).pass_environment, site.job_secrets)
     with tempfile.TemporaryDirectory() as place:
         path, code = Path(place) / "spec.json", Path(place) / "code"
         path.write_text(spec.model_dump_json(), encoding="utf-8")
@@ -58,8 +56,7 @@ def _count_rows(spec: RunSpec, site: Site, folder: Path, settings: str) -> int:
         if spec.data.generator:
             keep_code(code, spec, folder, "")
             words += ["--path", str(code / "snapshot")]
-        command = [site.compute_python, "-P", "-m", "rlhf_core.worker", *words]
-        answer = query_program(command, lambda: None, passed, timeout_s=COUNT_TIMEOUT_S)
+        answer = ask_worker(spec, site, *words, timeout_s=COUNT_TIMEOUT_S)
     problem = answer if isinstance(answer, str) else RowCount.model_validate(answer).problem
     if problem:
         raise BadConfig(f"cannot count the training rows for {settings}: {problem}")

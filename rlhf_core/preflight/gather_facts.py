@@ -33,11 +33,10 @@ from rlhf_core.preflight.gather_trainer import TrainerPlace, inspect_trainer
 from rlhf_core.preflight.missing_paths import missing
 from rlhf_core.preflight.model_types import read_model_types
 from rlhf_core.preflight.plugins import load_plugins
-from rlhf_core.preflight.program_queries import Tick, query_program
+from rlhf_core.preflight.program_queries import Tick, ask_worker, query_program, secrets_of
 from rlhf_core.preflight.weight_files import inspect_weights, read_object
 from rlhf_core.run_dir.checkpoint import CheckpointDir
 from rlhf_core.run_dir.run import promoted_models
-from rlhf_core.scheduler.passed_environment import PassedEnvironment
 from rlhf_core.schemas.cluster import SlurmSpec
 from rlhf_core.schemas.content import ContentReport
 from rlhf_core.schemas.model import BUILT_TOKENIZERS, ModelSpec
@@ -87,15 +86,9 @@ class Surroundings:
             text = text.replace(str(self.code_path / source.name), str(source))
         return text
 
-    def passed(self, spec: RunSpec) -> PassedEnvironment:
-        """Variables that would be passed to the job as secrets."""
-        return PassedEnvironment(spec.slurm.over(self.site.slurm).pass_environment, self.site.job_secrets)
-
     def ask_worker(self, spec: RunSpec, tick: Tick, *words: str) -> dict[str, Any] | str:
-        """Answer of ``python -m rlhf_core.worker`` in the compute interpreter, with the user's code on its path; the
-        error as a sentence if it gives none."""
-        command = [self.site.compute_python, "-P", "-m", "rlhf_core.worker", *words, "--path", str(self.code_path)]
-        answer = query_program(command, tick, self.passed(spec))
+        """Answer of ``rlhf_core.worker`` with the user's code on its path, as :func:`ask_worker`."""
+        answer = ask_worker(spec, self.site, *words, "--path", str(self.code_path), tick=tick)
         return self.of_the_user(answer) if isinstance(answer, str) else answer
 
 
@@ -139,7 +132,7 @@ def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Fa
         baseline=around.baseline,
         site_slurm=site.slurm,
         job_secrets=site.job_secrets,
-        passed_problem=around.passed(spec).problem(),
+        passed_problem=secrets_of(spec, site).problem(),
         trainer=None if native else inspect_trainer(spec, around.trainer_place(spec), tick),
     )
 

@@ -10,14 +10,29 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from rlhf_core.config.site import Site
 from rlhf_core.errors import SubmissionFailed
 from rlhf_core.scheduler.passed_environment import PassedEnvironment, without_private
+from rlhf_core.schemas.run import RunSpec
 
 IMPORT_TIMEOUT_S = 120.0
 """Time limit to import a user's module. Generous: a cold shared file system is slow."""
 
 Tick = Callable[[], None]
 """Called about every half second while waiting; may raise to stop."""
+
+
+def secrets_of(spec: RunSpec, site: Site) -> PassedEnvironment:
+    """Variables that are passed to the job of a run as secrets."""
+    return PassedEnvironment(spec.slurm.over(site.slurm).pass_environment, site.job_secrets)
+
+
+def ask_worker(
+    spec: RunSpec, site: Site, *words: str, tick: Tick = lambda: None, timeout_s: float = IMPORT_TIMEOUT_S
+) -> dict[str, Any] | str:
+    """Answer of ``python -m rlhf_core.worker`` in the compute interpreter; the error as a sentence if it gives none."""
+    command = [site.compute_python, "-P", "-m", "rlhf_core.worker", *words]
+    return query_program(command, tick, secrets_of(spec, site), timeout_s=timeout_s)
 
 
 def query_program(
@@ -27,7 +42,7 @@ def query_program(
     *,
     variables: Mapping[str, str] | None = None,
     folder: Path | None = None,
-    timeout_s: float | None = None,
+    timeout_s: float = IMPORT_TIMEOUT_S,
 ) -> dict[str, Any] | str:
     """Run a command and parse the last line of its output as a JSON object; return the error as a sentence if that
     fails.
@@ -38,9 +53,8 @@ def query_program(
         variables: Further variables.
         folder: Folder to run it in; without one that exists, it runs in an empty one, because the nodes lack the
             current one.
-        timeout_s: Time limit of the answer; by default ``IMPORT_TIMEOUT_S``.
+        timeout_s: Time limit of the answer.
     """
-    limit_s = IMPORT_TIMEOUT_S if timeout_s is None else timeout_s
     environment = without_private(os.environ)
     with contextlib.suppress(SubmissionFailed):  # reported by environment.passed
         environment |= passed.values() if passed is not None else {}
@@ -63,12 +77,12 @@ def query_program(
         except OSError as error:
             return f"cannot be started: {error.strerror}"
         try:
-            ended = _wait(process, limit_s, tick)
+            ended = _wait(process, timeout_s, tick)
         finally:
             _end(process)
         answer, complaint = _last_line(output), _last_line(complaints)
     if not ended:
-        return f"no answer within {limit_s:g} s" + (f"; its last line: {complaint}" if complaint else "")
+        return f"no answer within {timeout_s:g} s" + (f"; its last line: {complaint}" if complaint else "")
     try:
         content = json.loads(answer)
     except ValueError:

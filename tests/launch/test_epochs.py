@@ -144,7 +144,7 @@ def test_rows_that_cannot_be_counted_are_named(sft: Path, tmp_path: Path) -> Non
 
 
 def test_a_loop_is_not_endless(sft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf_core.control.epochs.query_program", lambda *_, **__: {"num_rows": 1_000_000_000})
+    monkeypatch.setattr("rlhf_core.control.epochs.ask_worker", lambda *_, **__: {"num_rows": 1_000_000_000})
     with pytest.raises(BadConfig, match=r"found loops.main.epochs, which are 187500000\d* steps of 1000000000 rows"):
         with_steps_of_epochs(config.load(sft, ["loops.main.epochs=30"]), load_site(), tmp_path)
 
@@ -153,6 +153,6 @@ def test_steps_are_not_counted_again(sft: Path, tmp_path: Path, monkeypatch: pyt
     def fail(*_: object, **__: object) -> None:
         raise AssertionError("a program was started")
 
-    monkeypatch.setattr("rlhf_core.control.epochs.query_program", fail)
+    monkeypatch.setattr("rlhf_core.control.epochs.ask_worker", fail)
     spec = written_out(sft, 5)
     assert with_steps_of_epochs(spec, load_site(), tmp_path) is spec

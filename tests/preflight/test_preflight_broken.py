@@ -20,7 +20,7 @@ from rlhf_core.config import loading as config
 from rlhf_core.config.site import load_site
 from rlhf_core.errors import BadConfig
 from rlhf_core.launch.config_paths import absolute_paths
-from rlhf_core.preflight import gather_facts
+from rlhf_core.preflight import gather_facts, program_queries
 from rlhf_core.preflight.data_file import scan_files
 from rlhf_core.preflight.facts import Disk, Facts
 from rlhf_core.preflight.gather_facts import Surroundings
@@ -131,9 +131,9 @@ def answer_for_all(*command: str) -> dict[str, Any] | str:
     return query_program(command, lambda: None)
 
 
-def ask(command: Sequence[str], *more: Any) -> dict[str, Any] | str:
+def ask(command: Sequence[str], *more: Any, **limits: Any) -> dict[str, Any] | str:
     """Ask about the content of each preset, and only once about the interpreter and the functions of all presets."""
-    return query_program(command, *more) if "check-content" in command else answer_for_all(*command)
+    return query_program(command, *more, **limits) if "check-content" in command else answer_for_all(*command)
 
 
 @pytest.mark.training
@@ -146,7 +146,8 @@ def ask(command: Sequence[str], *more: Any) -> dict[str, Any] | str:
     ],
 )
 def test_no_preset_is_blocked(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather_facts, "query_program", ask)
+    for module in (gather_facts, program_queries):
+        monkeypatch.setattr(module, "query_program", ask)
     spec = config.load(name, gsm8k_files(tmp_path) if name == "gsm8k" else ())
     scheduler = FakeScheduler(nodes=tuple("abcd")[: spec.resources.num_nodes])
     kind, site = "slurm" if spec.resources.num_nodes > 1 else "local", load_site({"RLHF_HOME": str(tmp_path)})
