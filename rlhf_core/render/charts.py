@@ -83,7 +83,7 @@ def _line_plot(record: ReportData, plot: LinePlot) -> tuple[Markup | None, str]:
     if not series:
         why = _not_finite(max(len(whole) for _, whole in found)) or plot.if_missing
         return None, f"{plot.title}: {why}."
-    window = max(smoothing_window(len(item.curve)) for item in series) if plot.smooth else 1
+    window = max(smoothing_window(len(item.curve)) for item in series)
     caption = plot.explanation
     if window > 1:
         caption += f" Bold: mean over {window} steps; faint: single steps."
@@ -93,7 +93,6 @@ def _line_plot(record: ReportData, plot: LinePlot) -> tuple[Markup | None, str]:
         marks=marks_of(record),
         name=plot.name,
         description=f"{plot.title}: " + "; ".join(_series_text(item) for item in series),
-        smooth=plot.smooth,
         from_zero=plot.from_zero,
         span=(series[0].curve[0][0], series[0].curve[-1][0]) if plot.stage else None,
     )

@@ -181,7 +181,6 @@ def _curves(compared: Facts) -> Markup:
             marks=_marks(compared["runs"]),
             name=f"curve-{position}",
             description=f"{key} of {', '.join(item.label for item in series)}",
-            smooth=True,
         )
         caption = f"Bold: mean over up to {window} steps; faint: single steps." if window > 1 else ""
         figures.append(figure(key, svg, caption))

@@ -93,7 +93,7 @@ def draw(
         for axes, (plot, series) in zip(places, shown, strict=False):
             style_axes(axes, plot.unit, PALETTE)
             axes.set_title(plot.title)
-            draw_lines(axes, series, marks, PALETTE, smooth=plot.smooth, from_zero=plot.from_zero)
+            draw_lines(axes, series, marks, PALETTE, from_zero=plot.from_zero)
             draw_steps(axes, (0, marks.last_step), marks, PALETTE)
             if len(series) > 1:
                 axes.legend(loc="best", handlelength=1.0, borderaxespad=0.2, labelcolor=PALETTE.text)

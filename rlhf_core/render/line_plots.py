@@ -25,7 +25,6 @@ class LinePlot:
     """``sft``, ``main`` (sampling) or ``preference`` to draw only the steps of loops of that kind; empty for all."""
     only_with: str = ""
     """Kind of loop, as ``stage``, without which there is nothing to draw; empty if every loop has the metrics."""
-    smooth: bool = True
     from_zero: bool = False
 
 

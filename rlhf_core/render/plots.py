@@ -84,11 +84,10 @@ def line_chart(
     marks: Marks,
     name: str,
     description: str,
-    smooth: bool = False,
     from_zero: bool = False,
     span: tuple[int, int] | None = None,
 ) -> str:
-    """Curves over steps.
+    """Curves over steps; long ones as a bold running mean over the faint single steps.
 
     Args:
         series: at least one, each with at least one finite point.
@@ -96,7 +95,6 @@ def line_chart(
         marks: checkpoints, incidents and returns by step.
         name: distinguishes the drawing within the page: lower-case letters, digits and ``-``.
         description: alternative text, one sentence.
-        smooth: draw a bold running mean over the faint single steps.
         from_zero: start the vertical axis at zero.
         span: first and last step of the axis; the whole run by default.
 
@@ -105,22 +103,20 @@ def line_chart(
     """
     with matplotlib.rc_context(STYLE):
         figure, axes = _canvas(unit)
-        draw_lines(axes, series, marks, _CSS, smooth=smooth, from_zero=from_zero)
+        draw_lines(axes, series, marks, _CSS, from_zero=from_zero)
         draw_steps(axes, span or (0, marks.last_step), marks, _CSS)
         if len(series) > 1:
             _legend(axes)
         return _svg(figure, name, description)
 
 
-def draw_lines(
-    axes: Axes, series: Sequence[Series], marks: Marks, palette: Palette, *, smooth: bool, from_zero: bool
-) -> None:
+def draw_lines(axes: Axes, series: Sequence[Series], marks: Marks, palette: Palette, *, from_zero: bool) -> None:
     """Draw curves into axes; see :func:`line_chart`."""
     drawn = [(item.label, finite(item.curve), item.colour) for item in series]
     for (label, curve, own_colour), next_colour in zip(drawn, itertools.cycle(palette.series)):
         colour = next_colour if own_colour is None else palette.series[own_colour % len(palette.series)]
         for part in _loops(curve, marks):
-            window = smoothing_window(len(curve)) if smooth else 1
+            window = smoothing_window(len(curve))
             if window > 1:
                 axes.plot(*_columns(thin(part)), color=colour, linewidth=0.8, alpha=0.35)
             bold = thin(rolling_mean(part, window))
