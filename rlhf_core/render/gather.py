@@ -14,19 +14,7 @@ from pydantic import ValidationError
 from rlhf_core.errors import JournalDamaged
 from rlhf_core.files.appended import read_models
 from rlhf_core.history import queries, saved_queries
-from rlhf_core.history.queries.rows import (
-    AttemptRow,
-    CheckpointRow,
-    CheckResultRow,
-    EvaluationRow,
-    GoodputRow,
-    LostTimeRow,
-    PromotionRow,
-    RestartRow,
-    RunRow,
-    StageRow,
-    WeightSyncs,
-)
+from rlhf_core.history.queries import RunDetails
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.render.evidence import EvidenceExcerpts, read_incident_evidence
 from rlhf_core.render.markup import as_time
@@ -36,7 +24,6 @@ from rlhf_core.run_dir.journal import read_journal, valid_lines
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.failures import Action
 from rlhf_core.schemas.journal import PromotionMoved
-from rlhf_core.schemas.regression import Regression, regressions
 from rlhf_core.schemas.reports import EvaluationSample, SampleLine
 from rlhf_core.schemas.run import RunSpec
 
@@ -58,22 +45,11 @@ class FiniteScore:
     point: Point
 
 
-@dataclass(frozen=True)
-class ReportData:
-    """Data of one run. Rows are as in ``rlhf show --json``."""
+@dataclass(frozen=True, kw_only=True)
+class ReportData(RunDetails):
+    """Data of one run: its details, and what only a report shows."""
 
-    run: RunRow
-    stages: Sequence[StageRow]
-    checks: Sequence[CheckResultRow]
-    attempts: Sequence[AttemptRow]
-    restarts: Sequence[RestartRow]
     timeline: Timeline
-    checkpoints: Sequence[CheckpointRow]
-    evaluations: Sequence[EvaluationRow]
-    goodput: GoodputRow
-    lost_time: Sequence[LostTimeRow]
-    weight_syncs: WeightSyncs | None
-    """Summary of weight syncs into rollout engines; None if the engines have no weights of their own."""
     curves: Mapping[str, Curve]
     """Effective metrics: after a rewind, the last attempt's value of each step."""
     spec: RunSpec | None
@@ -88,17 +64,10 @@ class ReportData:
     """Sentences about data that could not be read."""
     probes: Rows = ()
     """Measurements of the nodes before training: saved query ``probe-speeds``."""
-    promotion: PromotionRow | None = None
-    """State of the promotion of the model; None if no promotion was requested."""
     evidence: Mapping[str, EvidenceExcerpts] = field(default_factory=dict)
     """Stacks and logs of the newest incidents, by ``evidence_dir``."""
     promotion_moves: Rows = ()
     """Changes of the promotion, from the journal: time, state, by, reason and path of each."""
-
-    @property
-    def regressed(self) -> tuple[Regression, ...]:
-        """Held-out scores that became worse."""
-        return regressions(self.evaluations)
 
     @property
     def finite_scores(self) -> list[FiniteScore]:
@@ -128,11 +97,6 @@ class ReportData:
         names = ("created_at", "progress_at", "started_at", "ended_at", "completed_at")
         times = [time for row in rows for name in names if (time := as_time(row.get(name))) is not None]
         return max([*times, *(one.incident.seen_at for one in self.timeline.incidents)])
-
-    @property
-    def last_step(self) -> int:
-        """Last optimizer step with a metric; 0 if there is none."""
-        return max((curve[-1][0] for curve in self.curves.values() if curve), default=0)
 
     def restarts_in_place(self, attempt: int | None = None) -> int:
         """Number of restarts inside an allocation. ``restarts`` counts starts for any reason, including the
@@ -173,18 +137,8 @@ def gather(store: HistoryStore, run_dir: RunDir) -> ReportData:
         )
     timeline = timeline_from_rows(run_dir, run, details.incidents, details.decisions, details.restarts)
     return ReportData(
-        run=run,
-        stages=details.stages,
-        checks=details.checks,
-        attempts=details.attempts,
-        restarts=details.restarts,
+        **vars(details),
         timeline=timeline,
-        checkpoints=details.checkpoints,
-        evaluations=details.evaluations,
-        goodput=details.goodput,
-        lost_time=details.lost_time,
-        weight_syncs=details.weight_syncs,
-        promotion=details.promotion,
         curves=queries.curve(store, run_id),
         spec=spec,
         tables={

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import loading as config
+from rlhf_core.history.queries.rows import MetricValue
 from rlhf_core.render.gather import ReportData
 from rlhf_core.render.series import Curve
 from rlhf_core.render.timeline import timeline_from_rows
 from rlhf_core.run_dir.run import RunDir
+from rlhf_core.schemas.regression import regressions
 from rlhf_core.schemas.reports import EvaluationSample, SampleLine
 
 START = datetime(2026, 11, 20, 14, 3, 7, tzinfo=UTC)
@@ -301,9 +303,21 @@ def learned(**changes: Any) -> ReportData:
         "notes": [],
     }
     known |= changes
-    rows = (known.pop("incidents"), known.pop("decisions"), known["restarts"])
-    timeline = timeline_from_rows(RunDir(Path("/runs") / RUN_ID), known["run"], *rows)
-    return ReportData(timeline=timeline, **known)
+    last_steps = {key: curve[-1][0] for key, curve in known["curves"].items() if curve}
+    return ReportData(
+        controllers=[],
+        regressed=regressions(known["evaluations"]),
+        metrics={key: _metric(step) for key, step in last_steps.items()},
+        metric_keys=sorted(last_steps),
+        timeline=timeline_from_rows(
+            RunDir(Path("/runs") / RUN_ID), known["run"], known["incidents"], known["decisions"], known["restarts"]
+        ),
+        **known,
+    )
+
+
+def _metric(step: int) -> MetricValue:
+    return {"value": 0.0, "step": step, "attempt": 2, "restart": 0, "time": at(192)}
 
 
 def failed(**changes: Any) -> ReportData:
