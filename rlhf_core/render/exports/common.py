@@ -4,12 +4,14 @@ import heapq
 import importlib
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
+from typing import Protocol
 
 from rlhf_core.errors import BadInput
+from rlhf_core.history import queries
 from rlhf_core.history.queries import RunDetails
 from rlhf_core.history.queries.exports import CurvePoint, curve_points
 from rlhf_core.history.queries.rows import EvaluationRow
@@ -85,9 +87,30 @@ def evaluation_points(evaluations: Iterable[EvaluationRow]) -> list[CurvePoint]:
     return sorted(points, key=lambda point: (point.step, point.key))
 
 
-def all_points(store: HistoryStore, details: RunDetails) -> Iterator[CurvePoint]:
-    """Effective metrics and evaluations of a run, by step."""
-    return by_step(curve_points(store, details.run["run_id"]), evaluation_points(details.evaluations))
+class TrackedRun(Protocol):
+    """One run in an experiment tracker."""
+
+    place: str
+    """Folder, address or id of the run in the tracker; empty until it is written."""
+
+    def write(self, details: RunDetails, points: Iterable[CurvePoint]) -> None:
+        """Make the tracker have exactly these points of the run, whatever it had before."""
+
+    def add(self, details: RunDetails, points: Sequence[CurvePoint]) -> bool:
+        """Add points to those that this object has written, by step. False if the tracker cannot take them any more, so
+        that the run has to be written as a whole."""
+
+    def end(self, store: HistoryStore, details: RunDetails) -> None:
+        """Record the end of the run, all of whose points the tracker has."""
+
+
+def export_whole(store: HistoryStore, run_id: str, tracked: TrackedRun) -> str:
+    """Export effective metrics and evaluations of a run as far as the history has it; return its place in the
+    tracker."""
+    details = queries.show_run(store, run_id)
+    tracked.write(details, by_step(curve_points(store, run_id), evaluation_points(details.evaluations)))
+    tracked.end(store, details)
+    return tracked.place
 
 
 def by_step(metrics: Iterable[CurvePoint], evaluations: Iterable[CurvePoint]) -> Iterator[CurvePoint]:

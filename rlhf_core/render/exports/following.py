@@ -1,17 +1,15 @@
 """Runs in experiment trackers while they go on: written as a whole once, and extended from then on."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime
-from typing import Protocol
 
 from rlhf_core.condition_log import ConditionLog
 from rlhf_core.history import queries
-from rlhf_core.history.queries import RunDetails
 from rlhf_core.history.queries.exports import CurvePoint, curve_points
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.render.exports.common import by_step, evaluation_points
+from rlhf_core.render.exports.common import TrackedRun, by_step, evaluation_points
 from rlhf_core.render.exports.mlflow import MlflowRun, bound_requests
 from rlhf_core.render.exports.tensorboard import TensorBoardRun
 from rlhf_core.render.exports.wandb import WandbRun, WandbServerRun
@@ -22,23 +20,6 @@ INTERVAL_S = 10.0
 
 RETRY_INTERVAL_S = 60.0
 """Time between two attempts to export a run that a tracker did not take, in seconds."""
-
-
-class TrackedRun(Protocol):
-    """One run in an experiment tracker."""
-
-    place: str
-    """Folder, address or id of the run in the tracker; empty until it is written."""
-
-    def write(self, details: RunDetails, points: Iterable[CurvePoint]) -> None:
-        """Make the tracker have exactly these points of the run, whatever it had before."""
-
-    def add(self, details: RunDetails, points: Sequence[CurvePoint]) -> bool:
-        """Add points to those that this object has written, by step. False if the tracker cannot take them any more, so
-        that the run has to be written as a whole."""
-
-    def end(self, store: HistoryStore, details: RunDetails) -> None:
-        """Record the end of the run, all of whose points the tracker has."""
 
 
 class RunFollower:

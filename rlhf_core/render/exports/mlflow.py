@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.errors import BadInput
-from rlhf_core.history import queries
 from rlhf_core.history.queries import RunDetails
 from rlhf_core.history.queries.exports import CurvePoint
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.render.config_text import flat, setting_text
-from rlhf_core.render.exports.common import all_points, make_folder, require
+from rlhf_core.render.exports.common import export_whole, make_folder, require
 from rlhf_core.render.exports.mlflow_artifacts import log_artifacts
 from rlhf_core.schemas.regression import regression_text
 from rlhf_core.text.redaction import masked
@@ -60,10 +59,7 @@ def to_mlflow(store: HistoryStore, run_ids: Sequence[str], out: str, *, artifact
     exported: list[str] = []
     try:
         for run_id in run_ids:
-            run, details = MlflowRun(out, run_id, artifacts=artifacts), queries.show_run(store, run_id)
-            run.write(details, all_points(store, details))
-            run.end(store, details)
-            exported.append(run.place)
+            exported.append(export_whole(store, run_id, MlflowRun(out, run_id, artifacts=artifacts)))
     finally:
         if is_new and not exported:
             database.unlink(missing_ok=True)

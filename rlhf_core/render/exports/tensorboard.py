@@ -8,11 +8,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from rlhf_core.history import queries
 from rlhf_core.history.queries import RunDetails
 from rlhf_core.history.queries.exports import CurvePoint
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.render.exports.common import all_points, make_folder, require
+from rlhf_core.render.exports.common import export_whole, make_folder, require
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
@@ -28,12 +27,7 @@ def to_tensorboard(store: HistoryStore, run_ids: Sequence[str], out: Path) -> li
     Raises:
         BadInput: tensorboard is missing.
     """
-    written = []
-    for run_id in run_ids:
-        run, details = TensorBoardRun(str(out), run_id), queries.show_run(store, run_id)
-        run.write(details, all_points(store, details))
-        written.append(Path(run.place))
-    return written
+    return [Path(export_whole(store, run_id, TensorBoardRun(str(out), run_id))) for run_id in run_ids]
 
 
 class TensorBoardRun:

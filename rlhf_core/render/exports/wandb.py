@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf_core.errors import BadInput
 from rlhf_core.files.whole import remove_tree
-from rlhf_core.history import queries
 from rlhf_core.history.queries import RunDetails
 from rlhf_core.history.queries.exports import CurvePoint
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.render.exports.common import all_points, make_folder, require
+from rlhf_core.render.exports.common import export_whole, make_folder, require
 from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.base import storable_text
 from rlhf_core.schemas.regression import REGRESSED
@@ -50,18 +49,10 @@ def to_wandb(store: HistoryStore, run_ids: Sequence[str], out: str) -> list[str]
         BadInput: wandb is missing, or the server does not take the run.
     """
     if "://" in out:
-        return [_whole(store, run_id, out).place for run_id in run_ids]
+        return [export_whole(store, run_id, WandbServerRun(out, run_id)) for run_id in run_ids]
     require("wandb", "wandb")
     make_folder(Path(out))
     return [_replaced(store, run_id, Path(out)) for run_id in run_ids]
-
-
-def _whole(store: HistoryStore, run_id: str, out: str) -> "WandbRun":
-    details = queries.show_run(store, run_id)
-    run = WandbServerRun(out, run_id) if "://" in out else WandbRun(out, run_id)
-    run.write(details, all_points(store, details))
-    run.end(store, details)
-    return run
 
 
 def _replaced(store: HistoryStore, run_id: str, out: Path) -> str:
@@ -69,7 +60,7 @@ def _replaced(store: HistoryStore, run_id: str, out: Path) -> str:
     temporary = out / f".{run_id}.{secrets.token_hex(4)}.tmp"
     temporary.mkdir()
     try:
-        made = Path(_whole(store, run_id, str(temporary)).place)
+        made = Path(export_whole(store, run_id, WandbRun(str(temporary), run_id)))
         _remove_earlier(out, run_id)
         written = out / "wandb" / made.name
         written.parent.mkdir(exist_ok=True)
