@@ -308,10 +308,10 @@ def _num_nvidia_gpus() -> int:
     return sum(path.name.removeprefix("nvidia").isdigit() for path in Path("/dev").glob("nvidia*"))
 
 
-def _gpu_type(folder: Path = Path("/proc/driver/nvidia/gpus")) -> str:
+def _gpu_type() -> str:
     """Name of this machine's NVIDIA GPUs according to the driver; empty if unknown or if they differ."""
     kinds = set()
-    for path in folder.glob("*/information"):
+    for path in Path("/proc/driver/nvidia/gpus").glob("*/information"):
         with contextlib.suppress(OSError):
             kinds |= {
                 line.partition(":")[2].strip() for line in path.read_text().splitlines() if line.startswith("Model:")

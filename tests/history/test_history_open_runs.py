@@ -52,7 +52,7 @@ def test_runs_are_found_that_are_active_wait_or_have_just_ended(store: HistorySt
 def test_neither_all_runs_nor_all_controllers_are_read(store: HistoryStore, runs: Path) -> None:
     run = RunFiles(runs, "new").created()
     for name in ("c1", "c2"):
-        run.journal(ControllerStarted(controller=name), 1)
+        run.journal(ControllerStarted(controller=name, flow_run_id=name), 1)
     synced(run, store)
     asked: list[tuple[str, Any]] = []
 
@@ -62,7 +62,7 @@ def test_neither_all_runs_nor_all_controllers_are_read(store: HistoryStore, runs
     event.listen(store._reading, "before_cursor_execute", note)
     found = open_runs.find(store, at(9000), since=at(8000))[run.run_id]
     event.remove(store._reading, "before_cursor_execute", note)
-    assert [one.controller for one in found.controllers] == ["c2"]
+    assert [one.flow_run_id for one in found.controllers] == ["c2"]
     with store.reading() as connection:
         if connection.dialect.name != "sqlite":
             return  # PostgreSQL scans small tables anyway

@@ -15,7 +15,6 @@ from rlhf_core.schemas.attempts import RUN_ENDS, PromotionState, RunState
 class ControllerRow:
     """One controller that drove a run."""
 
-    controller: str
     flow_run_id: str
     started_at: datetime
 
@@ -117,7 +116,7 @@ def _find(store: HistoryStore, now: datetime, which: ColumnElement[bool]) -> dic
                 .order_by(CONTROLLERS.c.position)
             )
             for row in found:
-                one = ControllerRow(row.controller, row.flow_run_id, row.started_at)
+                one = ControllerRow(row.flow_run_id, row.started_at)
                 controllers.setdefault(row.run_id, []).append(one)
     return {
         row.run_id: OpenRun(

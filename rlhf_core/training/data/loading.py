@@ -66,9 +66,9 @@ class EncodedPrompts:
 # Rows
 
 
-def load_rows(spec: RunSpec, split: Split, beat: Callable[[], None] = lambda: None) -> list[Row]:
+def load_rows(spec: RunSpec, split: Split) -> list[Row]:
     """Load the rows of a split; see :func:`load_data`."""
-    return load_data(spec, split, beat=beat)[0]
+    return load_data(spec, split)[0]
 
 
 def load_data(

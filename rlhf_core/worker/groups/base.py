@@ -49,8 +49,6 @@ class Exit:
 
     code: int
     """Exit code; negative for a signal."""
-    order: int
-    """Position in the order of exits, from 0."""
     by_agent: bool
     """True if the agent had already begun to kill."""
     wall_s: float
@@ -108,7 +106,6 @@ class WorkerGroup(ABC):
         self._fork_server = fork_server
         self._processes: dict[int, processes.Child] = {}
         self._killed_at_s: dict[int, float] = {}
-        self._num_exits = 0
         self._lock = threading.Lock()
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -150,8 +147,7 @@ class WorkerGroup(ABC):
                 code = None if local_rank in self.exits else processes.peek_exit(worker.pid)
                 if code is not None:
                     by_agent = code == -9 and (self.killing or local_rank in self._killed_at_s)
-                    one = Exit(code, self._num_exits, by_agent, time.time(), self.read(worker))
-                    self._num_exits += 1
+                    one = Exit(code, by_agent, time.time(), self.read(worker))
                     self.exits[local_rank] = one
                     found.append((worker, one))
             return found
