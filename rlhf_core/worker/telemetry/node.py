@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+from rlhf_core.condition_log import ConditionLog
 from rlhf_core.machine.amd_gpus import AmdGpus
 from rlhf_core.worker.telemetry.gpus import GpuTelemetry, open_gpus
 
@@ -48,8 +49,7 @@ class Telemetry:
         self._counters = _counters()
         self._read_at_s = time.monotonic()
         self._slow = _SlowReader(folder)
-        self._log = log
-        self._logged_problem = False
+        self._problems = ConditionLog(log)
         psutil.cpu_percent()
 
     def read(self, worker_pids: Collection[int]) -> dict[str, float]:
@@ -105,9 +105,8 @@ class Telemetry:
 
     def _slow_figures(self) -> dict[str, float]:
         figures, problem, age_s = self._slow.newest()
-        if problem and not self._logged_problem:
-            self._logged_problem = True
-            self._log(f"no GPU metrics: {problem}")
+        if problem:
+            self._problems.log_once(f"no GPU metrics: {problem}")
         return figures | ({"slow_reading_age_s": round(age_s, 1)} if age_s > STALE_S else {})
 
 

@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Callable, Mapping
 
+from rlhf_core.condition_log import ConditionLog
 from rlhf_core.files.appended import LineWriter
 from rlhf_core.run_dir.attempt import RestartDir
 from rlhf_core.schemas.base import utc_now
@@ -78,7 +79,7 @@ class TelemetrySeries:
     def _run(self) -> None:
         place: RestartDir | None = None
         writer: LineWriter | None = None
-        unwritten = ""
+        problems = ConditionLog(self._log)
         while (item := self._lines.get()) is not None:
             try:
                 if writer is None or item[0] != place:
@@ -86,14 +87,12 @@ class TelemetrySeries:
                     place, writer = item[0], None
                     writer = LineWriter(place.telemetry(self._node), self._log)
                 writer.write(item[1])
-                unwritten = ""
+                problems.end()
             except OSError as error:
                 # Nothing depends on it. The file is reopened for the next line, which terminates a torn one.
                 _close(writer)
                 writer = None
-                if str(error) != unwritten:
-                    unwritten = str(error)
-                    self._log(f"failed to write telemetry: {error}")
+                problems.log_change(f"failed to write telemetry: {error}")
         _close(writer)
 
 
