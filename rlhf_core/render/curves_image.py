@@ -7,13 +7,12 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
 
 from rlhf_core.render.line_plots import LEARNING, LEARNING_ELSEWHERE, LinePlot, of_stage
-from rlhf_core.render.plots import STYLE, Palette, draw_lines, draw_steps, style_axes
+from rlhf_core.render.plots import STYLE, Palette, draw_lines, draw_steps, drawing, style_axes
 from rlhf_core.render.series import Curve, Marks, Series
 from rlhf_core.schemas.run import RunSpec
 
@@ -87,7 +86,7 @@ def draw(
         return b""
     columns = min(2, len(shown))
     rows = -(-len(shown) // columns)
-    with matplotlib.rc_context(_STYLE):
+    with drawing(_STYLE):
         figure = Figure(figsize=(WIDTH_IN, ROW_IN * rows + 0.2), dpi=DPI, layout="constrained", facecolor=PAPER)
         places = list(figure.subplots(rows, columns, squeeze=False).flat)
         for axes, (plot, series) in zip(places, shown, strict=False):

@@ -7,7 +7,8 @@ Text remains text: it uses the page's font and is searchable.
 import io
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ from rlhf_core.text.escaping import page
 MAX_BARS = 240
 """Number of bars above which neighbours are averaged: stacked parts are wider than points."""
 
-STYLE: Any = {  # settings of different types, validated by rc_context at run time
+STYLE: Any = {  # settings of different types, validated by matplotlib at run time
     "svg.fonttype": "none",
     "font.family": "sans-serif",
     "font.size": 8.5,
@@ -77,6 +78,16 @@ _CSS = Palette(_INK["text"], _INK["muted"], _INK["grid"], _INK["warm-start"], _I
 # Drawings
 
 
+@contextmanager
+def drawing(style: Mapping[Any, Any]) -> Iterator[None]:
+    """Block in which drawings have a style, and otherwise matplotlib's own settings: those of a user's or a folder's
+    ``matplotlibrc`` would make the same run look different elsewhere."""
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(style)
+        yield
+
+
 def line_chart(
     series: Sequence[Series],
     *,
@@ -101,7 +112,7 @@ def line_chart(
     Returns:
         An ``<svg>`` element.
     """
-    with matplotlib.rc_context(STYLE):
+    with drawing(STYLE):
         figure, axes = _canvas(unit)
         draw_lines(axes, series, marks, _CSS, from_zero=from_zero)
         draw_steps(axes, span or (0, marks.last_step), marks, _CSS)
@@ -133,7 +144,7 @@ def point_chart(series: Sequence[PointSeries], *, unit: str, marks: Marks, name:
     Returns:
         An ``<svg>`` element.
     """
-    with matplotlib.rc_context(STYLE):
+    with drawing(STYLE):
         figure, axes = _canvas(unit)
         spread = 0.006 * marks.last_step
         for index, (item, colour) in enumerate(zip(series, itertools.cycle(_SERIES))):
@@ -173,7 +184,7 @@ def stacked_chart(series: Sequence[Series], *, unit: str, marks: Marks, name: st
     Returns:
         An ``<svg>`` element.
     """
-    with matplotlib.rc_context(STYLE):
+    with drawing(STYLE):
         figure, axes = _canvas(unit)
         steps = sorted({step for item in series for step, _ in item.curve})
         rows = []

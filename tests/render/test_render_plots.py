@@ -4,6 +4,7 @@ import math
 import re
 import xml.etree.ElementTree as ElementTree
 
+import matplotlib
 import pytest
 
 from rlhf_core.render import plots
@@ -175,7 +176,12 @@ def test_a_drawing_carries_a_description_and_no_address() -> None:
 
 
 def test_the_same_numbers_give_the_same_drawing() -> None:
-    assert _line() == _line()
+    """Also with other settings of the user, as from a ``matplotlibrc`` in the current folder."""
+    expected = _line()
+    assert _line() == expected
+    with matplotlib.rc_context({"lines.dash_capstyle": "round", "axes.titlesize": 30, "axes.xmargin": 0.4,
+                                "xtick.direction": "in", "font.size": 20, "savefig.bbox": "tight"}):  # fmt: skip
+        assert _line() == expected
 
 
 def test_a_long_run_stays_small() -> None:
