@@ -15,6 +15,7 @@ from rlhf_core.diagnosis.hangs.verdict import HangVerdict
 from rlhf_core.diagnosis.logs import search as log_diagnosis
 from rlhf_core.diagnosis.logs.events import EvidencePart, FailureEvent
 from rlhf_core.diagnosis.logs.signatures.training import MISSING_FILE_OF_RANK, UNFIT_CHECKPOINT
+from rlhf_core.schemas.agent_messages import WorkerReport
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import WorkerOutcome
 from rlhf_core.text.redaction import masked
@@ -55,21 +56,12 @@ _EMPTY_LOG = "its log is empty; errors from before it opened that are in the log
 
 @dataclass(frozen=True)
 class WorkerEnd:
-    """End of one worker, as its agent observed it."""
+    """End of one worker: the report of its agent, and its place among the others."""
 
-    rank: int
+    report: WorkerReport
     node: str
-    local_rank: int
-    exit_code: int | None
-    """Exit code, negative for a signal; None if it was still running when the agent acted."""
-    ended_by_agent: bool = False
-    """True if the agent killed it, as it kills all workers after a failure; not evidence by itself."""
     order: int = 0
     """Position in the order of ending, from 0."""
-    outcome: WorkerOutcome | None = None
-    """Outcome that the worker wrote itself; None if it could not."""
-    log_tail: str = ""
-    """The last lines of its log."""
     oom_kills: int = 0
     """Number of processes that the kernel's OOM killer ended on its node while it ran."""
 
@@ -168,7 +160,7 @@ def _failure(finding: _Finding) -> Failure:
         kind=finding.kind,
         message=masked(finding.text),  # it is shown on pages, sent in messages and stored in the history
         fingerprint=fingerprint(finding.kind, finding.subject),
-        ranks=(worker.rank,) if worker is not None and blamed and worker.rank >= 0 else (),
+        ranks=(worker.report.rank,) if worker is not None and blamed and worker.report.rank >= 0 else (),
         nodes=(node,) if node else (),
         is_undecided=finding.is_undecided,
     )
@@ -179,7 +171,7 @@ def _failure(finding: _Finding) -> Failure:
 
 
 def _hang(verdict: HangVerdict, workers: Sequence[WorkerEnd]) -> Failure:
-    nodes = {worker.node for worker in workers if worker.rank in verdict.ranks}
+    nodes = {worker.node for worker in workers if worker.report.rank in verdict.ranks}
     others = {worker.node for worker in workers} - nodes
     if len(nodes) > 1 and not others:
         nodes = set()  # whatever stopped the ranks of every node, such as a file system, is not the fault of a node
@@ -247,14 +239,15 @@ def _without_findings(evidence: Evidence) -> _Finding:
 
 
 def _from_worker(worker: WorkerEnd, known: log_diagnosis.KnownLines) -> list[_Finding]:
-    outcome = worker.outcome
+    outcome, code = worker.report.outcome, worker.report.code
     if outcome is not None and not outcome.ok:
         return [_from_outcome(worker, outcome)]
-    if worker.ended_by_agent or worker.exit_code is None or (outcome is not None and worker.exit_code == 0):
+    # The agent kills all workers after a failure, which is not evidence by itself.
+    if worker.report.by_agent or code is None or (outcome is not None and code == 0):
         return []
-    if worker.exit_code < 0:
-        return [_from_signal(worker, -worker.exit_code, known)]
-    return [_from_log(worker, f"ended with exit code {worker.exit_code} and wrote no outcome", known)]
+    if code < 0:
+        return [_from_signal(worker, -code, known)]
+    return [_from_log(worker, f"ended with exit code {code} and wrote no outcome", known)]
 
 
 def _from_outcome(worker: WorkerEnd, outcome: WorkerOutcome) -> _Finding:
@@ -292,9 +285,10 @@ def _from_signal(worker: WorkerEnd, number: int, known: log_diagnosis.KnownLines
 
 
 def _from_log(worker: WorkerEnd, end: str, known: log_diagnosis.KnownLines) -> _Finding:
-    event = log_diagnosis.find(worker.log_tail, known=known)
+    log_tail = worker.report.log_tail
+    event = log_diagnosis.find(log_tail, known=known)
     if event is None:
-        last = next((line.strip() for line in reversed(worker.log_tail.splitlines()) if line.strip()), "")
+        last = next((line.strip() for line in reversed(log_tail.splitlines()) if line.strip()), "")
         last_line = f"the last line of its log: {last[:300]}" if last else _EMPTY_LOG
         text = f"{_name(worker)} {end}; {last_line}"
         return _Finding(FailureKind.UNKNOWN, EvidencePart.SYMPTOM, text, f"{end}|{last}", worker)
@@ -306,8 +300,9 @@ def _from_log(worker: WorkerEnd, end: str, known: log_diagnosis.KnownLines) -> _
 
 
 def _name(worker: WorkerEnd) -> str:
-    rank = f"Rank {worker.rank}" if worker.rank >= 0 else "A worker without a rank yet"
-    return f"{rank} (local rank {worker.local_rank} on {worker.node})"
+    report = worker.report
+    rank = f"Rank {report.rank}" if report.rank >= 0 else "A worker without a rank yet"
+    return f"{rank} (local rank {report.local_rank} on {worker.node})"
 
 
 def _frames(traceback: str) -> str:

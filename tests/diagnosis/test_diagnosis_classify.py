@@ -8,6 +8,7 @@ from rlhf_core.diagnosis.classify import ERRORS, Evidence, WorkerEnd, classify
 from rlhf_core.diagnosis.hangs.verdict import HangVerdict
 from rlhf_core.diagnosis.logs.search import find
 from rlhf_core.diagnosis.logs.signatures import table as signatures
+from rlhf_core.schemas.agent_messages import WorkerReport
 from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import FailureKind
@@ -32,11 +33,13 @@ def outcome(rank: int, error_type: str = "", message: str = "", traceback: str =
 
 
 def failed(rank: int, error_type: str, message: str, *, order: int = 0, traceback: str = "") -> WorkerEnd:
-    return WorkerEnd(rank, "here", rank, 1, order=order, outcome=outcome(rank, error_type, message, traceback))
+    written = outcome(rank, error_type, message, traceback)
+    return WorkerEnd(WorkerReport(rank=rank, local_rank=rank, code=1, outcome=written), "here", order)
 
 
 def ended(rank: int, code: int | None, *, order: int = 0, by_agent: bool = False, log: str = "") -> WorkerEnd:
-    return WorkerEnd(rank, "here", rank, code, ended_by_agent=by_agent, order=order, log_tail=log)
+    report = WorkerReport(rank=rank, local_rank=rank, code=code, by_agent=by_agent, log_tail=log)
+    return WorkerEnd(report, "here", order)
 
 
 def cascade(rank: int, order: int = 0) -> WorkerEnd:
@@ -134,7 +137,7 @@ def test_a_verdict_decides() -> None:
 
 def test_a_hang_of_ranks_on_all_nodes_blames_none_of_them() -> None:
     """Otherwise two stalls of a file system would have every node of the site excluded."""
-    workers = tuple(WorkerEnd(rank, f"n{rank // 2}", rank % 2, -9, ended_by_agent=True) for rank in range(6))
+    workers = tuple(replace(ended(rank, -9, by_agent=True), node=f"n{rank // 2}") for rank in range(6))
 
     def nodes(*ranks: int) -> tuple[str, ...]:
         return classify(Evidence(workers, HangVerdict(FailureKind.HANG, ranks, "silent"))).nodes

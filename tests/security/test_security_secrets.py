@@ -13,6 +13,7 @@ from rlhf_core.control.views.timeline import read_timeline
 from rlhf_core.diagnosis.classify import Evidence, WorkerEnd, classify
 from rlhf_core.render.evidence import read_evidence
 from rlhf_core.render.markdown import incidents_markdown
+from rlhf_core.schemas.agent_messages import WorkerReport
 from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.resources import Placement
@@ -123,7 +124,7 @@ def test_the_end_of_a_log_is_kept_and_shown_without_secrets(tmp_path: Path) -> N
 
 def test_the_message_of_an_incident_holds_no_secret() -> None:
     log = f"Traceback (most recent call last):\nValueError: {SAID}\n"
-    worker = WorkerEnd(rank=0, node="n1", local_rank=0, exit_code=1, ended_by_agent=False, order=0, log_tail=log)
+    worker = WorkerEnd(WorkerReport(rank=0, local_rank=0, code=1, log_tail=log), "n1")
     assert "login failed" in (message := classify(Evidence(workers=(worker,))).message)
     assert CANARY not in message
     assert CANARY not in classify(Evidence(agent_vanished=True, agent_log=log)).message

@@ -123,7 +123,9 @@ def explain(reports: Iterable[NodeReport], hang: Hang | None, resumed_from: Chec
     ends.sort(key=lambda pair: pair[1].ended_s + pair[0].ahead_s if pair[1].code is not None else float("inf"))
     failure = classify(
         Evidence(
-            workers=tuple(_worker_end(one, worker, order) for order, (one, worker) in enumerate(ends)),
+            workers=tuple(
+                WorkerEnd(worker, one.node, order, one.end.oom_kills) for order, (one, worker) in enumerate(ends)
+            ),
             verdict=hang.verdict if hang is not None else None,
             failed_starts=tuple((one.node, one.end.problem) for one in reports if one.end.problem),
         )
@@ -164,20 +166,6 @@ def _not_loaded(failure: Failure, checkpoint: CheckpointDir, num_ranks: int) -> 
         )
     message = f"{failure.message.rstrip('.')}. {what}"
     return replace(failure, message=message, damaged_checkpoint="" if is_unfit else name)
-
-
-def _worker_end(one: NodeReport, worker: WorkerReport, order: int) -> WorkerEnd:
-    return WorkerEnd(
-        rank=worker.rank,
-        node=one.node,
-        local_rank=worker.local_rank,
-        exit_code=worker.code,
-        ended_by_agent=worker.by_agent,
-        order=order,
-        outcome=worker.outcome,
-        log_tail=worker.log_tail,
-        oom_kills=one.end.oom_kills,
-    )
 
 
 def _located_hang(failure: Failure, hang: Hang) -> Failure:
