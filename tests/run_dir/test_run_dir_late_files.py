@@ -27,6 +27,7 @@ from rlhf_core.watchdog import evidence
 from rlhf_core.watchdog.gone_run import GONE_S, Presence
 from rlhf_core.watchdog.watcher import OUTCOME_TIMEOUT_S, Watcher
 from rlhf_core.worker.agent.leader import Leader
+from rlhf_core.worker.event_log import EventLog
 from rlhf_core.worker.nodes import facts as node_facts
 
 __all__ = ["nfs"]
@@ -136,6 +137,10 @@ def request(run_dir: RunDir) -> None:
     write_model(run_dir.cancel_request, AgentCommand(kind="cancel", reason="the test asked", time=utc_now()))
 
 
+def leader_of(run_dir: RunDir) -> Leader:
+    return Leader(run_dir, 1, EventLog(NODE, run_dir.attempt(1).restart(0)))
+
+
 APPEARING: dict[str, tuple[Callable[[RunDir], Callable[[], Any]], Callable[[RunDir], object]]] = {
     "progress": (progress, lambda run_dir: FakeAgent(run_dir).role(Role.TRAINER)),
     "metrics": (
@@ -152,7 +157,7 @@ APPEARING: dict[str, tuple[Callable[[RunDir], Callable[[], Any]], Callable[[RunD
         lambda run_dir: FakeAgent(run_dir).evaluation("after", "greedy", 0.5),
     ),
     "a newer attempt": (lambda run_dir: lambda: run_dir.is_superseded(1), plan_next),
-    "orders to agent 0": (lambda run_dir: Leader(run_dir, 1).new_commands, order),
+    "orders to agent 0": (lambda run_dir: leader_of(run_dir).new_commands, order),
     "a request to cancel": (lambda run_dir: lambda: read_model(run_dir.cancel_request, AgentCommand), request),
     "nodes that cannot join": (lambda run_dir: lambda: node_facts.all_confused(run_dir.attempt(1)), say_confused),
 }

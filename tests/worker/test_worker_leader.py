@@ -53,6 +53,10 @@ def _complete(run_dir: RunDir, step: int) -> None:
     write_model(run_dir.checkpoint(step).complete, checkpoint_manifest(step))
 
 
+def leader_of(run_dir: RunDir, attempt: int = 1) -> Leader:
+    return Leader(run_dir, attempt, EventLog("here", run_dir.attempt(attempt).restart(0)))
+
+
 @pytest.mark.parametrize(
     ("left", "action", "suspects"),
     [((0, 0), "restart", ()), ((0, 1), "end", ("there",)), ((1, 1), "end", ())],
@@ -64,7 +68,7 @@ def test_workers_are_not_restarted_beside_killed_ones_that_have_not_ended(
     """They hold GPU memory, so the restarted workers would run out of it. A third node has only engines."""
     nodes = Nodes(("here", "there", "engines"), ("127.0.0.1",) * 3, 0)
     job = Job(run_dir, 1, nodes, make_spec(), Placement(attempt=1, num_nodes=3, phases=()), {}, ())
-    restart, leader = run_dir.attempt(1).restart(0), Leader(run_dir, 1)
+    restart, leader = run_dir.attempt(1).restart(0), leader_of(run_dir)
     channel = AgentChannel(nodes, MemoryAgentStore(), MessageSigner(b"0" * 64, "toy/1", 0))
     seat = GroupSeat("here", 0, slots, channel.clock)
     group = GivenProcess(GroupPlan.on_all_nodes(Role.TRAINER, 1, 2), 0, restart, seat)
@@ -96,7 +100,7 @@ def test_workers_that_saved_without_being_asked_had_no_time_left(
         GroupPlan.on_all_nodes(Role.TRAINER, 1, 1), 0, restart, GroupSeat("here", 0, slots, channel.clock)
     )
     decisions = GroupDecisions(
-        job, channel, Leader(run_dir, 1), EventLog("here", restart), ExternalRequests(stop=asked)
+        job, channel, leader_of(run_dir), EventLog("here", restart), ExternalRequests(stop=asked)
     )
     outcome = WorkerOutcome(
         role=Role.TRAINER,
@@ -119,7 +123,7 @@ def test_an_agent_lost_between_two_starts_is_an_incident_of_its_own(run_dir: Run
     """Otherwise, the node of the incident before the restart would be blamed, and left out of the next attempt."""
     nodes = Nodes(("here",), ("127.0.0.1",), 0)
     job = Job(run_dir, 1, nodes, make_spec(), Placement(attempt=1, num_nodes=1, phases=()), {}, ())
-    restart, leader = run_dir.attempt(1).restart(1), Leader(run_dir, 1)
+    restart, leader = run_dir.attempt(1).restart(1), leader_of(run_dir)
     requests = ExternalRequests(broken="its agent is silent", broken_kind=kind, broken_node="there")
     channel = AgentChannel(nodes, MemoryAgentStore())
     step = GroupDecisions(job, channel, leader, EventLog("here", restart), requests).may_start(restart)
@@ -131,20 +135,20 @@ def test_an_agent_lost_between_two_starts_is_an_incident_of_its_own(run_dir: Run
 
 
 def test_an_attempt_has_one_owner(run_dir: RunDir) -> None:
-    assert Leader(run_dir, 1).claim() == ""
-    assert f"pid {os.getpid()}" in Leader(run_dir, 1).claim()
-    assert Leader(run_dir, 2).claim() == ""
+    assert leader_of(run_dir).claim() == ""
+    assert f"pid {os.getpid()}" in leader_of(run_dir).claim()
+    assert leader_of(run_dir, 2).claim() == ""
 
 
 @pytest.mark.parametrize("content", ["", '{"pid": 12', "[]"])
 def test_a_torn_claim_is_a_claim(run_dir: RunDir, content: str) -> None:
     """The owner was killed between creating the file and filling it; two owners would be worse than none."""
     write_text(run_dir.attempt(1).claim, content)
-    assert "belongs to another agent" in Leader(run_dir, 1).claim()
+    assert "belongs to another agent" in leader_of(run_dir).claim()
 
 
 def test_orders_are_delivered_once_and_in_numerical_order(run_dir: RunDir) -> None:
-    leader = Leader(run_dir, 1)
+    leader = leader_of(run_dir)
     assert leader.new_commands() == []
     commands = run_dir.attempt(1).commands
     for number, kind in ((10, "cancel"), (2, "stop_after_step")):
@@ -199,7 +203,7 @@ def test_an_unknown_failure_may_return_after_progress(run_dir: RunDir) -> None:
 
 
 def test_the_last_step_comes_from_the_newest_restart_that_made_a_step(run_dir: RunDir) -> None:
-    leader = Leader(run_dir, 1)
+    leader = leader_of(run_dir)
     assert leader.last_step() == 0
     for restart, steps in ((0, range(1, 200)), (1, range(100, 131))):
         lines = (MetricsLine(step=step, time=utc_now(), loop="sft", metrics={}) for step in steps)
@@ -209,7 +213,7 @@ def test_the_last_step_comes_from_the_newest_restart_that_made_a_step(run_dir: R
 
 
 def test_an_outcome_is_written_once(run_dir: RunDir) -> None:
-    leader = Leader(run_dir, 1)
+    leader = leader_of(run_dir)
     assert leader.finish(_outcome())
     other = _outcome().model_copy(update={"state": AttemptState.FAILED})
     assert leader.finish(other)
@@ -225,7 +229,7 @@ def _fill(folder: Path) -> None:
 
 def test_an_outcome_is_written_once_the_file_system_responds(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """As an NFS mount with the option ``soft``, whose server is away for a moment."""
-    leader = Leader(run_dir, 1)
+    leader = leader_of(run_dir)
     assert leader.claim() == ""
     num_errors = 0
 
@@ -252,7 +256,7 @@ def test_the_outcome_of_a_full_disk_is_written_into_the_reserve(
 ) -> None:
     """With the control: without the reserve there is no outcome."""
     monkeypatch.setattr("rlhf_core.worker.agent.leader.OUTCOME_TIMEOUT_S", 0.1)
-    leader = Leader(RunDir(tiny_disk / "run"), 1)
+    leader = leader_of(RunDir(tiny_disk / "run"))
     assert leader.claim() == ""
     if reserved:
         leader.reserve.hold()
@@ -269,7 +273,7 @@ def test_incident_and_outcome_are_written_when_no_more_files_are_allowed(
     monkeypatch.setattr("rlhf_core.worker.agent.leader.OUTCOME_TIMEOUT_S", 0.1)
     subprocess.run(["mount", "-o", "remount,nr_inodes=40", str(tiny_disk)], check=True)
     run_dir = RunDir(tiny_disk / "run")
-    leader = Leader(run_dir, 1)
+    leader = leader_of(run_dir)
     assert leader.claim() == ""
     restart = run_dir.attempt(1).restart(0)
     restart.root.mkdir(parents=True)
@@ -277,7 +281,7 @@ def test_incident_and_outcome_are_written_when_no_more_files_are_allowed(
         leader.reserve.hold()
     _use_up_files(tiny_disk, "before")
     failure = Failure(FailureKind.DISK_FULL, "the disk is full", "fp", phase="checkpoint", step=12)
-    number = leader.record_incident(EventLog("here", restart), restart, failure)
+    number = leader.record_incident(restart, failure)
     _use_up_files(tiny_disk, "after")  # as a restart in place does
     assert leader.finish(_outcome()) is reserved
     assert restart.incident(number).exists() is reserved

@@ -28,7 +28,7 @@ def test_each_rank_has_a_file_and_each_line_becomes_one_incident(tmp_path: Path)
     run_dir = RunDir(tmp_path / "toy-20260101-000000-abcdef")
     restart = run_dir.attempt(1).restart(0)
     restart.root.mkdir(parents=True)
-    warnings = TrainerWarnings(Leader(run_dir, 1), EventLog("node1", restart))
+    warnings = TrainerWarnings(Leader(run_dir, 1, EventLog("node1", restart)))
 
     warn(restart, 3, FailureKind.REWARD_FUNCTION, "rank 3 says so")
     warnings.take(restart, now=True)
@@ -54,7 +54,7 @@ def test_a_file_system_that_fails_ends_no_worker(
     run_dir = RunDir(tmp_path / "toy-20260101-000000-abcdef")
     restart = run_dir.attempt(1).restart(0)
     restart.root.mkdir(parents=True)
-    warnings = TrainerWarnings(Leader(run_dir, 1), EventLog("node1", restart))
+    warnings = TrainerWarnings(Leader(run_dir, 1, EventLog("node1", restart)))
     warn(restart, 0, FailureKind.DEGENERATE_RL, "rank 0 says so")
 
     def fails(*arguments: object, **options: object) -> NoReturn:

@@ -74,20 +74,19 @@ def run_agent(run_dir: Path, attempt: int, targets: Mapping[Role, str], import_p
     # Must come first: a signal that arrives before the handlers exist would kill this process without an outcome.
     inbox = SignalInbox()
     directory = RunDir(run_dir.absolute())
-    leader = Leader(directory, attempt)
     nodes, problem, leads = _place_of(directory, attempt)
     arrivals = Arrivals(nodes, directory.attempt(attempt), longest_wait_s(directory))
     if problem and not leads and not _must_report_problem(arrivals, problem, inbox):
         return 1
+    events = EventLog(nodes.name, directory.attempt(attempt).restart(0))
+    leader = Leader(directory, attempt, events)
     if nodes.is_first:
         taken = leader.claim()
         if taken:
             print(f"{taken}; this agent ends", file=sys.stderr, flush=True)
             return 1
         leader.reserve.hold()
-    site = AgentSite(
-        directory, attempt, nodes, inbox, leader, EventLog(nodes.name, directory.attempt(attempt).restart(0))
-    )
+    site = AgentSite(directory, attempt, nodes, inbox, leader, events)
     with Survived() as failed:  # every failure must leave an outcome
         if problem:
             raise AttemptAborted(FailureKind.CONFIG, f"{nodes.name}: {problem}")

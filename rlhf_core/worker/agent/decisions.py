@@ -75,9 +75,9 @@ class GroupDecisions:
             # Takes precedence over a stop request: when one agent exits, Slurm ends the job with the same signal that
             # announces a preemption.
             failure = self._loss_of_an_agent()
-            number = self._leader.record_incident(self._events, restart_dir, failure)
+            number = self._leader.record_incident(restart_dir, failure)
             choice = self._choice_at_the_end(self.budget.choose(failure))
-            self._leader.record_decision(self._events, restart_dir, choice, number)
+            self._leader.record_decision(restart_dir, choice, number)
             step = self.end(AttemptState.FAILED, requests.broken, requests.broken_kind)
         if step is None and requests.stop:
             # Between two starts there is no state to save.
@@ -171,12 +171,12 @@ class GroupDecisions:
         role = group.role
         failure = self.budget.confirmed(failure)
         evidence_dir = group.folder(0).evidence_dir
-        number = self._leader.record_incident(self._events, restart_dir, failure, role, evidence_dir)
+        number = self._leader.record_incident(restart_dir, failure, role, evidence_dir)
         choice = self.budget.choose(failure, self.damaged.remedy(failure))
         choice = self.damaged.choice_for(role, failure, choice)
         choice = self._choice_at_the_end(choice)
         choice = _not_beside(left, choice)
-        self._leader.record_decision(self._events, restart_dir, choice, number)
+        self._leader.record_decision(restart_dir, choice, number)
         if failure.damaged_checkpoint and choice.action is not Action.STOP:
             self.damaged.put_aside(failure, restart_dir, self._events)
         return choice
@@ -210,7 +210,7 @@ class GroupDecisions:
         spec = self._job.spec.supervise
         budget = self._worker_budgets.setdefault(role, RestartBudget(self._job.run_dir, spec))
         failure = budget.confirmed(failure)
-        number = self._leader.record_incident(self._events, restart_dir, failure, role, folder.evidence_dir)
+        number = self._leader.record_incident(restart_dir, failure, role, folder.evidence_dir)
         if is_needed:
             choice = _not_beside(left, budget.choose(failure))
         else:
@@ -218,7 +218,7 @@ class GroupDecisions:
         if choice.action is Action.RESTART_IN_PLACE:
             reason = f"{choice.reason}: only the failed worker restarts, all others continue"
             choice = Choice(Action.RESTART_WORKERS, reason)
-        self._leader.record_decision(self._events, restart_dir, choice, number)
+        self._leader.record_decision(restart_dir, choice, number)
         return choice
 
 

@@ -35,8 +35,9 @@ RESERVED_FILES = 7
 class Leader:
     """Agent 0 of one attempt."""
 
-    def __init__(self, run_dir: RunDir, attempt: int) -> None:
+    def __init__(self, run_dir: RunDir, attempt: int, events: EventLog) -> None:
         self._run_dir = run_dir
+        self._events = events
         self._dir: AttemptDir = run_dir.attempt(attempt)
         self.reserve = Reserve(self._dir.reserve, RESERVED_FILES)
         """Space reserved for the outcome, and the incident before it, in case the disk fills up."""
@@ -98,7 +99,6 @@ class Leader:
 
     def record_incident(
         self,
-        events: EventLog,
         restart_dir: RestartDir,
         failure: Failure,
         role: Role | None = None,
@@ -127,10 +127,10 @@ class Leader:
         )
         self.write(restart_dir.incident(number), incident)
         message = f"incident ({failure.kind}): {failure.message}"
-        events.add("incident", message, role, failure_kind=failure.kind, number=number)
+        self._events.add("incident", message, role, failure_kind=failure.kind, number=number)
         return number
 
-    def record_decision(self, events: EventLog, restart_dir: RestartDir, choice: Choice, number: int) -> None:
+    def record_decision(self, restart_dir: RestartDir, choice: Choice, number: int) -> None:
         """Record the decision about an incident; call this before acting on it."""
         decision = Decision(
             attempt=restart_dir.attempt,
@@ -143,7 +143,7 @@ class Leader:
             delay_s=choice.delay_s,
         )
         self.write(restart_dir.decision(number), decision)
-        events.add("decision", f"decision: {choice.reason}", action=choice.action, number=number)
+        self._events.add("decision", f"decision: {choice.reason}", action=choice.action, number=number)
 
     # -----------------------------------------------------------------------------------------------------------------
     # The end

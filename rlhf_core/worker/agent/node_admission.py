@@ -174,6 +174,6 @@ class NodeAdmission:
     def _fail(self, failure: Failure, choice: Choice) -> AgreedStep:
         """Record a failure before the workers start, and end the attempt."""
         restart_dir = self._job.attempt_dir.restart(0)
-        number = self._leader.record_incident(self._events, restart_dir, failure)
-        self._leader.record_decision(self._events, restart_dir, choice, number)
+        number = self._leader.record_incident(restart_dir, failure)
+        self._leader.record_decision(restart_dir, choice, number)
         return self._decisions.end(AttemptState.FAILED, failure.message, failure.kind)

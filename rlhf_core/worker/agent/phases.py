@@ -105,7 +105,7 @@ class Agent:
             self._supervisor.requests,
             self._fork_server,
         )
-        self._warnings = TrainerWarnings(leader, events) if channel.leads else None
+        self._warnings = TrainerWarnings(leader) if channel.leads else None
 
     def run(self) -> AgreedStep:
         """Run all phases in order, and return the end of the attempt. No process it started outlives the call.

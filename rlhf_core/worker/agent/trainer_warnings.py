@@ -12,7 +12,6 @@ from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.reports import Phase, TrainerWarning
 from rlhf_core.worker.agent.leader import Leader
-from rlhf_core.worker.event_log import EventLog
 
 POLL_INTERVAL_S = 1.0
 """Interval at which the file is read, in seconds."""
@@ -22,9 +21,8 @@ REASON = "a warning: training continues; please review it"
 class TrainerWarnings:
     """Turns each warning, once, into an incident with the decision to continue."""
 
-    def __init__(self, leader: Leader, events: EventLog) -> None:
+    def __init__(self, leader: Leader) -> None:
         self._leader = leader
-        self._events = events
         self._num_taken: dict[Path, int] = {}
         self._next_poll_s = 0.0
 
@@ -56,5 +54,5 @@ class TrainerWarnings:
             step=warning.step,
             health_rule=warning.health_rule,
         )
-        number = self._leader.record_incident(self._events, restart_dir, failure, Role.TRAINER)
-        self._leader.record_decision(self._events, restart_dir, Choice(Action.CONTINUE, REASON), number)
+        number = self._leader.record_incident(restart_dir, failure, Role.TRAINER)
+        self._leader.record_decision(restart_dir, Choice(Action.CONTINUE, REASON), number)
