@@ -46,7 +46,7 @@ def find(text: str, tables: Tables = TABLES, known: "KnownLines | None" = None) 
     return decide(events(text, tables, known))
 
 
-def find_error(error_type: str, message: str, traceback: str, tables: Tables = TABLES) -> FailureEvent:
+def find_error(error_type: str, message: str, traceback: str) -> FailureEvent:
     """Classify an error that a worker recorded itself, by its full class, message and traceback.
 
     If it is not specific, the errors that it was raised from are considered.
@@ -57,10 +57,10 @@ def find_error(error_type: str, message: str, traceback: str, tables: Tables = T
     frames = reader.last_frames or (chain[-1].frames if chain else ())
     name = error_type.removeprefix("builtins.")
     error_line = LogLine(len(lines), f"{name.rpartition('.')[2]}: {message}", "", False, message)
-    own = event_of(Raised(name, "", message, frames, error_line, False), (), tables)
+    own = event_of(Raised(name, "", message, frames, error_line, False))
     if own.kind is not Kind.UNKNOWN:
         return own
-    return decide([*(event_of(raised, (), tables) for raised in chain), own]) or own
+    return decide([*(event_of(raised) for raised in chain), own]) or own
 
 
 def decide(found: Sequence[FailureEvent]) -> FailureEvent | None:
