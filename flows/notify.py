@@ -74,6 +74,11 @@ OCCASIONS: Mapping[str, Notification] = {
         f"'the model of ' ~ {_RUN} ~ ' waits for approval'",
         "'answer with rlhf approve ' ~ run_id ~ ' or rlhf refuse ' ~ run_id",
     ),
+    "promotion_failed": Notification(
+        ("rlhf.promotion.failed",),
+        f"'the model of ' ~ {_RUN} ~ ' could not be promoted'",
+        "'rlhf show ' ~ run_id ~ ' tells more; once it is fixed: rlhf approve ' ~ run_id",
+    ),
     TEST: Notification((_TEST_EVENT,), "'a test message of rlhf-flows'"),
 }
 

@@ -24,10 +24,10 @@ from rlhf_core.files.whole import write_model
 from rlhf_core.launch.journal import Journal, read_record
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobState, JobStatus
-from rlhf_core.schemas.attempts import RunState
+from rlhf_core.schemas.attempts import PromotionState, RunState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import Action, DecidedBy, Decision, FailureKind
-from rlhf_core.schemas.journal import ControllerStarted
+from rlhf_core.schemas.journal import ControllerStarted, PromotionMoved
 from rlhf_core.schemas.resources import Submission
 from rlhf_core.schemas.site import NotifySite
 
@@ -156,6 +156,20 @@ def test_an_incident_says_whose_it_is_and_what_was_decided(harness: ControllerHa
     }
     assert said["text"].endswith(f"rlhf resume {run_dir.run_id}\nhttp://ui/runs/x")
     assert "incident" not in NotifySite().on, "most are retried; those that are not make the run fail"
+
+
+def test_a_model_that_could_not_be_promoted_says_so_and_what_to_do(harness: ControllerHarness) -> None:
+    run_dir = harness.completed()
+    journal = Journal(run_dir, token=100)
+    for state, reason in ((PromotionState.APPROVED, "better"), (PromotionState.FAILED, "the disk is full")):
+        journal.append(PromotionMoved(state=state, checkpoint_step=10, reason=reason))
+    approved, failed = published(run_dir)[-2:]
+    assert (triggered(run_dir, approved), triggered(run_dir, failed)) == (set(), {"promotion_failed"})
+    assert "promotion_failed" in NotifySite().on, "the run stays completed, so nothing else tells anybody"
+    assert message(run_dir, failed, "promotion_failed")["text"].splitlines() == [
+        f"the model of run {run_dir.run_id} of {run_dir.read_spec().owner} could not be promoted: the disk is full",
+        f"rlhf show {run_dir.run_id} tells more; once it is fixed: rlhf approve {run_dir.run_id}",
+    ]
 
 
 def test_an_incident_waits_a_minute_for_its_decision(harness: ControllerHarness) -> None:
