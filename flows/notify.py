@@ -20,7 +20,7 @@ from prefect.events.schemas.automations import AutomationCore, EventTrigger, Pos
 from prefect.exceptions import ObjectNotFound
 from pydantic import SecretStr
 
-from flows.publishing.events import CANCELLED_OUTSIDE, STOPPED
+from flows.publishing.events import CANCELLED_OUTSIDE, STOPPED, WITHOUT_NODES
 from flows.server.clients import api_client, commanding_client
 from flows.server.settings import server_answers
 from rlhf_core.config.site import Site
@@ -68,6 +68,12 @@ OCCASIONS: Mapping[str, Notification] = {
         ("rlhf.incident.*",),
         f"{_RUN} ~ ' had an incident: ' ~ failure_kind",
         f"{_FIX} if action == 'stop' else 'rlhf show ' ~ run_id ~ ' tells more'",
+    ),
+    "no_nodes": Notification(
+        ("rlhf.incident.no_nodes",),
+        f"'the nodes of ' ~ {_RUN} ~ ' do not start'",
+        f"{_FIX} if action == 'stop' else 'the run goes on asking for them; rlhf cancel ' ~ run_id ~ ' ends it'",
+        WITHOUT_NODES,
     ),
     "approval": Notification(
         ("rlhf.promotion.waiting",),

@@ -47,6 +47,8 @@ from rlhf_core.schemas.journal import (
     AttemptSubmitted,
     ChecksMade,
     ControlEvent,
+    DecisionMade,
+    IncidentFound,
     JournalLine,
     RunCreated,
     RunMoved,
@@ -219,6 +221,14 @@ class RunFiles:
         self.journal(AttemptPlanned(placement=placement), seconds)
         self.journal(AttemptSubmitted(submission=submission), seconds + 0.5)
         self.journal(AttemptMoved(attempt=attempt, state=AttemptState.RUNNING, cause="agents are there"), seconds + 1.5)
+
+    def without_nodes(self, attempt: int, seconds: float, kind: FailureKind = FailureKind.NO_NODES) -> None:
+        """Record an attempt whose nodes did not start, and the decision for the next one."""
+        self.planned(attempt, seconds)
+        self.journal(IncidentFound(incident=incident_of(kind, attempt, message="down~", seen_at=at(seconds))), seconds)
+        decision = decision_of(Action.NEW_ATTEMPT, attempt, reason="it waits", decided_at=at(seconds))
+        self.journal(DecisionMade(decision=decision), seconds)
+        self.journal(AttemptMoved(attempt=attempt, state=AttemptState.LOST, cause="down~", failure_kind=kind), seconds)
 
     def probe(self, attempt: int, nodes: Sequence[str], seconds: float, matmul_tflops: float = 0.1) -> None:
         """Build the probe report of a healthy attempt, with the speeds of its nodes."""

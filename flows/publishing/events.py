@@ -7,8 +7,8 @@ and loses those that an unavailable server does not accept.
 
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
 
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.events import Event, RelatedResource, Resource
@@ -18,7 +18,7 @@ from rlhf_core.render.timeline import Timeline
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import RUN_ENDS, RunState
 from rlhf_core.schemas.base import utc_now
-from rlhf_core.schemas.failures import Action, Decision, Incident
+from rlhf_core.schemas.failures import Action, Decision, FailureKind, Incident
 from rlhf_core.schemas.journal import CancelStarted, DecisionMade, JournalLine, PromotionMoved, RunMoved
 from rlhf_core.schemas.regression import regression_text
 from rlhf_core.schemas.stored_spec import StoredSpec
@@ -36,6 +36,13 @@ STOPPED = {"rlhf.action": "stop"}
 
 CANCELLED_OUTSIDE = {"rlhf.cancelled_by": "scheduler"}
 """Label of the resource of a run that was cancelled without a request to rlhf-flows."""
+
+WITHOUT_NODES = {"rlhf.reminder": "no_nodes"}
+"""Label of the resource of an incident that reminds of a run whose nodes do not start: of the first attempt without
+them, and then of one a day. Such attempts may follow each other every ten minutes, without an end."""
+
+REMINDER_INTERVAL = timedelta(days=1)
+"""Time between two reminders of the same wait."""
 
 _PAGE_SIZE = 50
 """Events per query: the server's own limit."""
@@ -137,6 +144,7 @@ def flow_run_resource(id: object, name: str) -> dict[str, str]:
 
 
 def _incidents(timeline: Timeline, run: Mapping[str, str], now: datetime) -> Iterator[PrefectEvent]:
+    reminders = _reminders(timeline)
     for found in timeline.incidents:
         incident = found.incident
         decisions = timeline.decisions_on(found)
@@ -157,7 +165,24 @@ def _incidents(timeline: Timeline, run: Mapping[str, str], now: datetime) -> Ite
             **_answer(decisions[-1] if decisions else None),
         }
         name = f"rlhf.incident.{incident.failure_kind.value}"
-        yield _of_attempt(name, timeline, found.run_dir, incident, incident.seen_at, {**run, **payload})
+        event = _of_attempt(name, timeline, found.run_dir, incident, incident.seen_at, {**run, **payload})
+        yield replace(event, labels=WITHOUT_NODES) if (found.run_dir, incident.attempt) in reminders else event
+
+
+def _reminders(timeline: Timeline) -> set[tuple[RunDir, int]]:
+    """Attempts without nodes whose incidents are reminders: the run or trial, and the number of the attempt."""
+    found: set[tuple[RunDir, int]] = set()
+    last: tuple[RunDir, int] | None = None
+    reminded_at = datetime.min.replace(tzinfo=UTC)
+    for one in timeline.incidents:
+        attempt, seen_at = one.incident.attempt, one.incident.seen_at
+        if one.incident.failure_kind is not FailureKind.NO_NODES:
+            continue
+        if last != (one.run_dir, attempt - 1) or seen_at - reminded_at >= REMINDER_INTERVAL:
+            found.add((one.run_dir, attempt))
+            reminded_at = seen_at
+        last = (one.run_dir, attempt)
+    return found
 
 
 def _decisions(timeline: Timeline, run: Mapping[str, str]) -> Iterator[PrefectEvent]:

@@ -14,7 +14,15 @@ Port = Annotated[int, Field(ge=1, le=65535)]
 KeptDays = Annotated[int, Field(ge=0, le=36_500)]
 """Days to keep something, up to a century: a date before the year 1 cannot be computed."""
 Occasion = Literal[
-    "failed", "stopped", "completed", "cancelled", "cancelled_outside", "incident", "approval", "promotion_failed"
+    "failed",
+    "stopped",
+    "completed",
+    "cancelled",
+    "cancelled_outside",
+    "incident",
+    "no_nodes",
+    "approval",
+    "promotion_failed",
 ]
 
 TRACKERS = ("mlflow", "tensorboard", "wandb")
@@ -76,11 +84,12 @@ class NotifySite(Schema):
     webhook_url: str = ""
     """Address to post a JSON message to. Put one that contains a secret into the environment variable
     `RLHF_NOTIFY_WEBHOOK_URL`, which takes precedence."""
-    on: tuple[Occasion, ...] = ("failed", "cancelled_outside", "completed", "approval", "promotion_failed")
+    on: tuple[Occasion, ...] = ("failed", "cancelled_outside", "completed", "no_nodes", "approval", "promotion_failed")
     """Notifications to send: a run that `failed`, `completed` or was `cancelled`; of the failed ones, only those
     `stopped` by a failure that is not retried, without those that their checks refuse; of the cancelled ones, only
-    those `cancelled_outside` of rlhf-flows (`scancel`); every `incident`, also one that is retried; a pending
-    `approval`; a model that could not be written (`promotion_failed`)."""
+    those `cancelled_outside` of rlhf-flows (`scancel`); every `incident`, also one that is retried; a run whose nodes
+    do not start (`no_nodes`, at once and then once a day); a pending `approval`; a model that could not be written
+    (`promotion_failed`)."""
 
 
 class ExportSite(Schema):

@@ -179,7 +179,7 @@ def _own_incident(run_dir: RunDir, snapshot: AttemptSnapshot) -> Incident | None
     if is_lost and verdict.nodes:  # Slurm detects it much later
         return _incident(snapshot, _failure_of_lost_nodes(snapshot, snapshot.job.lost_nodes or verdict.nodes))
     if is_lost and snapshot.job.scheduler_state == "POWERED_OFF" and not is_there(attempt.claim):
-        return _incident(snapshot, _failure_without_nodes(snapshot), scheduler_dir)
+        return _incident(snapshot, _failure_without_nodes(run_dir, snapshot), scheduler_dir)
     if is_lost or _lacks_an_agent(snapshot):
         return _incident(snapshot, _failure_of_a_lost_job(run_dir, snapshot), scheduler_dir)
     if verdict.failure_kind is FailureKind.NODE_LOST and (lost := _lost_nodes(run_dir, snapshot)):
@@ -224,10 +224,12 @@ def _failure_of_a_lost_job(run_dir: RunDir, snapshot: AttemptSnapshot) -> Failur
     )
 
 
-def _failure_without_nodes(snapshot: AttemptSnapshot) -> Failure:
+def _failure_without_nodes(run_dir: RunDir, snapshot: AttemptSnapshot) -> Failure:
     """Describe nodes that did not start. None is suspected: in a cloud, names of nodes are only places."""
     kind = FailureKind.NO_NODES
-    message = f"No agent of attempt {snapshot.attempt} has started. {snapshot.job.reason}"
+    since = evidence.without_nodes_since(run_dir, snapshot.attempt)
+    nor = f", nor of any other since {since:%Y-%m-%d %H:%M} UTC" if since is not None else ""
+    message = f"No agent of attempt {snapshot.attempt} has started{nor}. {snapshot.job.reason}"
     return Failure(kind, message, fingerprint(kind, ""))
 
 

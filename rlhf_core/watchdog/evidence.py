@@ -268,6 +268,20 @@ class EarlierAttempts:
     """True if an earlier one of these ended with the same fingerprint, or the agents stopped the last for it."""
 
 
+def without_nodes_since(run_dir: RunDir, number: int) -> datetime | None:
+    """Time since when the consecutive attempts before attempt ``number`` have got no nodes; None if the last one of
+    them had nodes."""
+    seen = _without_nodes(run_dir)
+    before = itertools.takewhile(seen.__contains__, range(number - 1, 0, -1))
+    return min((seen[earlier] for earlier in before), default=None)
+
+
+def _without_nodes(run_dir: RunDir) -> dict[int, datetime]:
+    """The attempts whose nodes did not start, and the time at which each was found."""
+    found = (line.event.incident for line in read_journal(run_dir.control) if isinstance(line.event, IncidentFound))
+    return {one.attempt: one.seen_at for one in found if one.failure_kind is FailureKind.NO_NODES}
+
+
 def read_earlier_attempts(
     run_dir: RunDir, ended: int, first_attempt: int, fingerprint: str, own: Incident | None = None
 ) -> EarlierAttempts:
@@ -278,9 +292,9 @@ def read_earlier_attempts(
     Args:
         own: the controller's finding about the last of them, which may not be in the journal yet.
     """
-    found = [line.event.incident for line in read_journal(run_dir.control) if isinstance(line.event, IncidentFound)]
-    found += [own] if own is not None else []
-    without_nodes = {one.attempt for one in found if one.failure_kind is FailureKind.NO_NODES}
+    without_nodes = {*_without_nodes(run_dir)}
+    if own is not None and own.failure_kind is FailureKind.NO_NODES:
+        without_nodes.add(own.attempt)
     latest = itertools.takewhile(without_nodes.__contains__, range(ended, first_attempt - 1, -1))
     newest = run_dir.newest_checkpoint()
     reached = newest.step if newest else 0

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from control_fakes import make_run
-from history_tools import living_controller
+from history_tools import RunFiles, living_controller, synced
 from process_tools import Rlhf
 
 from flows.deployments.submission import Submitted
@@ -74,6 +74,25 @@ def test_a_run_without_a_controller_is_shown_as_such(rlhf: Rlhf, monkeypatch: py
     assert rlhf("show", "--json").json()["undriven_since"] is not None
     assert [one["undriven_since"] is not None for one in rlhf("runs", "--json").json()] == [True]
     assert watched(run_dir, rlhf, monkeypatch).count(advice) == 1
+
+
+def test_a_run_whose_nodes_do_not_start_is_shown_as_such(rlhf: Rlhf) -> None:
+    with living_controller() as owner:
+        run = RunFiles(load_site().runs_dir).created()
+        for state in (RunState.PREFLIGHT, RunState.QUEUED):
+            run.moved(state, 1)
+        run.without_nodes(1, 60)
+        with HistoryStore(load_site().database_url) as store:
+            store.acquire_lease(synced(run, store).run_id, str(owner), TTL_S)
+        for command in ("runs", "show"):
+            output = rlhf(command).stdout
+            assert "queued, no nodes" in output
+            assert "no node for this run since 2026-03-01 12:01 UTC" in output
+            assert f"`rlhf cancel {run.run_id}` ends it" in output
+    for command in ("runs", "show"):
+        output = rlhf(command).stdout
+        assert "queued, no controller" in output
+        assert "goes on asking" not in output, "without a controller, nothing asks"
 
 
 def test_watch_as_json_has_the_time_without_a_controller(rlhf: Rlhf, monkeypatch: pytest.MonkeyPatch) -> None:

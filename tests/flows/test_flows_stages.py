@@ -4,7 +4,7 @@ import errno
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
@@ -499,6 +499,10 @@ def test_a_run_waits_for_nodes_that_do_not_start(harness: ControllerHarness) -> 
     incidents = queries.show_run(harness.store, run_dir.run_id).incidents
     assert [(one["failure_kind"], one["suspect_nodes"]) for one in incidents] == [("no_nodes", [])] * 5
     assert incidents[0]["message"] == "No agent of attempt 1 has started. down~"
+    since = datetime.fromisoformat(incidents[0]["seen_at"])
+    assert incidents[4]["message"] == (
+        f"No agent of attempt 5 has started, nor of any other since {since:%Y-%m-%d %H:%M} UTC. down~"
+    )
     assert {attempt.placement.excluded_nodes for attempt in record.attempts.values()} == {()}
 
     def lose(agent: FakeAgent) -> None:

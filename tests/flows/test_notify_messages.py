@@ -3,12 +3,13 @@
 import asyncio
 import json
 from collections.abc import Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 from uuid import uuid4
 
 import pytest
 from control_fakes import FakeAgent
 from harness import ControllerHarness
+from history_tools import RunFiles, at
 from prefect.server.events.schemas.automations import EventTrigger
 from prefect.server.events.schemas.events import ReceivedEvent
 from prefect.server.utilities.user_templates import render_user_template, validate_user_template
@@ -34,8 +35,8 @@ from rlhf_core.schemas.site import NotifySite
 NOBODY = FlowRunRef("", "")
 
 
-def published(run_dir: RunDir) -> list[PrefectEvent]:
-    return events_of(read_timeline(run_dir), run_dir.read_spec(), NOBODY)
+def published(run_dir: RunDir, now: datetime | None = None) -> list[PrefectEvent]:
+    return events_of(read_timeline(run_dir), run_dir.read_spec(), NOBODY, now)
 
 
 def received(run_dir: RunDir, event: PrefectEvent) -> ReceivedEvent:
@@ -156,6 +157,26 @@ def test_an_incident_says_whose_it_is_and_what_was_decided(harness: ControllerHa
     }
     assert said["text"].endswith(f"rlhf resume {run_dir.run_id}\nhttp://ui/runs/x")
     assert "incident" not in NotifySite().on, "most are retried; those that are not make the run fail"
+
+
+def test_a_run_whose_nodes_do_not_start_reminds_of_itself_once_a_day(harness: ControllerHarness) -> None:
+    """Control: the attempts in between are incidents like others. One that had its nodes begins another wait."""
+    run = RunFiles(harness.site.runs_dir)
+    for attempt, hours in enumerate((0, 1, 23, 25, 48, 50, 51, 52), start=1):
+        kind = FailureKind.NODE_LOST if attempt == 7 else FailureKind.NO_NODES
+        run.without_nodes(attempt, 3600 * hours, kind)
+    run_dir = run.dir
+    incidents = [one for one in published(run_dir, at(52 * 3600)) if one.name == "rlhf.incident.no_nodes"]
+    reminders = [one for one in incidents if "no_nodes" in triggered(run_dir, one)]
+    assert len(incidents) == 7
+    assert all("incident" in triggered(run_dir, one) for one in incidents)
+    assert [int(one.payload["attempt"]) for one in reminders] == [1, 4, 6, 8]
+    assert "no_nodes" in NotifySite().on, "without an end, no message about one would ever come"
+    assert message(run_dir, reminders[0], "no_nodes")["text"].splitlines() == [
+        f"the nodes of run {run_dir.run_id} of {run_dir.read_spec().owner} do not start: down~",
+        "decision: new attempt (it waits)",
+        f"the run goes on asking for them; rlhf cancel {run_dir.run_id} ends it",
+    ]
 
 
 def test_a_model_that_could_not_be_promoted_says_so_and_what_to_do(harness: ControllerHarness) -> None:

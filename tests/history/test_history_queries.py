@@ -143,6 +143,28 @@ def test_an_active_run_and_its_stage_last_as_long_as_it_has_a_controller(
         assert [stage["seconds"] for stage in shown.stages] == [lasts_until - 3]
 
 
+def test_a_queued_run_has_had_no_nodes_since_the_last_attempt_that_had_some(store: HistoryStore, runs: Path) -> None:
+    run = RunFiles(runs).created()
+    run.moved(RunState.PREFLIGHT, 1)
+    run.moved(RunState.QUEUED, 2)
+
+    def since() -> list[str | None]:
+        synced(run, store)
+        shown = (queries.show_run(store, run.run_id).run, *queries.list_runs(store))
+        return [one["no_nodes_since"] for one in shown]
+
+    run.without_nodes(1, 10)
+    assert since() == [at(10).isoformat()] * 2
+    run.without_nodes(2, 20, FailureKind.NODE_LOST)
+    assert since() == [None, None]
+    run.without_nodes(3, 30)
+    run.without_nodes(4, 40)
+    run.planned(5, 50)
+    assert since() == [at(30).isoformat()] * 2
+    run.moved(RunState.TRAINING, 51)
+    assert since() == [None, None]
+
+
 def test_the_rows_of_a_run_have_the_declared_columns_and_types(store: HistoryStore, runs: Path) -> None:
     """Programs rely on them in ``rlhf show --json``."""
     run = whole_run(runs)

@@ -65,12 +65,14 @@ def find_undriven(store: "HistoryStore", runs: "Sequence[ListedRun | RunRow]") -
     return undriven_since(store, [run["run_id"] for run in runs if run["ended_at"] is None])
 
 
-def state_text(state: str, regressed: "Sequence[Regression]", undriven_since: datetime | None) -> str:
-    """State of a run, and whether its held-out score fell or no controller drives it."""
+def state_text(run: "ListedRun | RunRow", regressed: "Sequence[Regression]", undriven_since: datetime | None) -> str:
+    """State of a run, and whether its held-out score fell, its nodes do not start, or no controller drives it."""
     from rlhf_core.schemas import regression
 
-    text = regression.state_text(state, regressed)
-    return text if undriven_since is None else f"{text}, no controller"
+    text = regression.state_text(run["state"], regressed)
+    if undriven_since is not None:
+        return f"{text}, no controller"
+    return text if run["no_nodes_since"] is None else f"{text}, no nodes"
 
 
 def undriven_text(run: "ListedRun | RunRow", since: datetime) -> str:
@@ -78,6 +80,17 @@ def undriven_text(run: "ListedRun | RunRow", since: datetime) -> str:
     from rlhf_core.control import undriven
 
     return undriven.undriven_text(run["trial_of"] or run["run_id"], since)
+
+
+def no_nodes_text(run: "ListedRun | RunRow") -> str:
+    """Sentence about a run whose nodes do not start, and the command that ends it; empty for others."""
+    if run["no_nodes_since"] is None:
+        return ""
+    since = datetime.fromisoformat(run["no_nodes_since"])
+    return (
+        f"The scheduler has started no node for this run since {since:%Y-%m-%d %H:%M} UTC, as when a cloud has no "
+        f"capacity. The run goes on asking; `rlhf cancel {run['trial_of'] or run['run_id']}` ends it."
+    )
 
 
 def moment(iso: str) -> str:

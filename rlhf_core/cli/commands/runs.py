@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlhf_core.cli import output
-from rlhf_core.cli.commands.history import find_undriven, moment, open_history, state_text, undriven_text
+from rlhf_core.cli.commands.history import (
+    find_undriven,
+    moment,
+    no_nodes_text,
+    open_history,
+    state_text,
+    undriven_text,
+)
 from rlhf_core.schemas.attempts import RunState
 
 if TYPE_CHECKING:
@@ -61,7 +68,7 @@ def _print_runs(found: "Sequence[ListedRun]", undriven: Mapping[str, datetime], 
     rows = [
         (
             run["run_id"],
-            state_text(run["state"], run["regressed"], undriven.get(run["run_id"])),
+            state_text(run, run["regressed"], undriven.get(run["run_id"])),
             # the id contains the date too; both are too wide
             run["trial_of"] if trials else moment(run["created_at"]),
             output.seconds_text(run["seconds"]),
@@ -77,6 +84,8 @@ def _print_runs(found: "Sequence[ListedRun]", undriven: Mapping[str, datetime], 
             output.print_text(f"{run['run_id']}: {run['missing_steps']}")
         if run["run_id"] in undriven:
             output.print_text(f"{run['run_id']}: {undriven_text(run, undriven[run['run_id']])}.")
+        elif waits := no_nodes_text(run):
+            output.print_text(f"{run['run_id']}: {waits}")
 
 
 def _show_requests(*, as_json: bool) -> None:

@@ -14,6 +14,7 @@ from rlhf_core.cli.commands.history import (
     catch_up,
     find_undriven,
     moment,
+    no_nodes_text,
     open_history,
     state_text,
     undriven_text,
@@ -71,7 +72,7 @@ def _print_head(details: "RunDetails", undriven_since: datetime | None) -> None:
         [
             (
                 run["run_id"],
-                state_text(run["state"], details.regressed, undriven_since),
+                state_text(run, details.regressed, undriven_since),
                 output.seconds_text(run["seconds"]),
                 f"{step}/{run['total_steps']}",
             )
@@ -81,6 +82,8 @@ def _print_head(details: "RunDetails", undriven_since: datetime | None) -> None:
         output.print_text(run["message"])
     if undriven_since is not None:
         output.print_text(f"{undriven_text(run, undriven_since)}.")
+    elif waits := no_nodes_text(run):
+        output.print_text(waits)
     if run["undriven_s"] >= 1:
         output.print_text(f"Not counted: {output.seconds_text(run['undriven_s'])} in which nothing drove the run.")
     if run["missing_steps"]:

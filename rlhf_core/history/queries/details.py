@@ -30,6 +30,7 @@ from rlhf_core.history.queries.runs import (
     driven_seconds,
     lasted_until,
     missing_steps_of,
+    no_nodes_since,
     undriven_seconds,
 )
 from rlhf_core.history.queries.weight_syncs import summarised_syncs
@@ -131,7 +132,8 @@ def show_run(store: HistoryStore, run_id: str) -> RunDetails:
         UnknownRun: the run does not exist.
     """
     with store.reading() as connection:
-        with_lease = select(RUNS, LEASES.c.expires_at).outerjoin(LEASES, LEASES.c.run_id == RUNS.c.run_id)
+        columns = (*RUNS.c, LEASES.c.expires_at, no_nodes_since().label("no_nodes_since"))
+        with_lease = select(*columns).outerjoin_from(RUNS, LEASES, LEASES.c.run_id == RUNS.c.run_id)
         run = connection.execute(with_lease.where(RUNS.c.run_id == run_id)).one_or_none()
         if run is None:
             raise UnknownRun(f"the history has no run {run_id!r}. `rlhf runs` lists them.")

@@ -41,6 +41,8 @@ class RunRow(TypedDict):
     """Time from the request to the end of the run, or until now, without ``undriven_s``."""
     undriven_s: float
     """Time in which nothing drove the run."""
+    no_nodes_since: str | None
+    """Time since when no attempt of a queued run has got its nodes; None if the last one had them."""
 
 
 class ListedRun(TypedDict):
@@ -60,6 +62,7 @@ class ListedRun(TypedDict):
     message: str
     trial_of: str
     undriven_s: float
+    no_nodes_since: str | None
     missing_steps: str
     seconds: float
     regressed: tuple[Regression, ...]

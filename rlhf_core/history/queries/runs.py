@@ -22,7 +22,8 @@ from rlhf_core.history.tables.sqlalchemy_core import (
     TAGS,
     UNDRIVEN,
 )
-from rlhf_core.schemas.attempts import RUN_ENDS
+from rlhf_core.schemas.attempts import RUN_ENDS, RunState
+from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.regression import regressions
 from rlhf_core.schemas.run import NEWEST_RUN
 from rlhf_core.text.formatting import missing_steps
@@ -84,6 +85,7 @@ def list_runs(
             RUNS.c.message,
             RUNS.c.trial_of,
             undriven_s.label("undriven_s"),
+            no_nodes_since().label("no_nodes_since"),
         )
         .join(chosen, chosen.c.run_id == RUNS.c.run_id)
         .outerjoin(LEASES, LEASES.c.run_id == RUNS.c.run_id)
@@ -148,6 +150,28 @@ def missing_steps_of(connection: Connection, rows: Iterable[Any]) -> dict[str, s
 def undriven_seconds(run_id: ColumnElement[str]) -> ScalarSelect[float]:
     """Total time in which nothing drove a run, as a part of a query; null without such a time."""
     return select(func.sum(UNDRIVEN.c.seconds)).where(UNDRIVEN.c.run_id == run_id).scalar_subquery()
+
+
+def no_nodes_since() -> ScalarSelect[datetime]:
+    """Time since when no attempt of a queued run has got its nodes, as a part of a query of ``runs``; null for others.
+
+    Counted from the end of the first of these attempts.
+    """
+    kind, others = FailureKind.NO_NODES.value, ATTEMPTS.alias()
+    had_nodes = func.coalesce(others.c.failure_kind, "") != kind
+    last_with_nodes = (
+        select(func.coalesce(func.max(others.c.number), 0))
+        .where(others.c.run_id == RUNS.c.run_id, others.c.ended_at.is_not(None), had_nodes)
+        .correlate(RUNS)
+        .scalar_subquery()
+    )
+    return (
+        select(func.min(ATTEMPTS.c.ended_at))
+        .where(ATTEMPTS.c.run_id == RUNS.c.run_id, RUNS.c.state == RunState.QUEUED.value)
+        .where(ATTEMPTS.c.failure_kind == kind, ATTEMPTS.c.number > last_with_nodes)
+        .correlate(RUNS)
+        .scalar_subquery()
+    )
 
 
 def lasted_until(row: Any, now: datetime) -> datetime:
