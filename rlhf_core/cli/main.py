@@ -146,6 +146,7 @@ env_app.command("show")(env_commands.show)
 app.add_typer(db_app, name="db", rich_help_panel=_SITE)
 db_app.command("upgrade")(db_commands.upgrade)
 db_app.command("rebuild")(db_commands.rebuild)
+db_app.command("prune")(db_commands.prune)
 db_app.command("reader")(db_commands.reader)
 
 

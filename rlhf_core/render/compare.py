@@ -34,6 +34,7 @@ KEY_METRICS = (
 )
 """Metrics compared by default, as far as a run has them."""
 
+_LABELS = "ABCDEFG"
 _NO_SETTING = "(none)"
 _WARM_START = "loops.warm_start."
 
@@ -59,15 +60,15 @@ def compare(store: HistoryStore, run_ids: Sequence[str], metrics: Sequence[str] 
     if len(run_ids) > MOST_RUNS:
         raise BadInput(f"found {len(run_ids)} runs; at most {MOST_RUNS} can be compared at a time")
     runs = [queries.show_run(store, run_id) for run_id in run_ids]
-    rows = [details.run for details in runs]
     keys = _selected_metrics(runs, metrics)
     curves = [queries.curve(store, run_id, keys) for run_id in run_ids]
+    curves_of = {key: [of_run[key] for of_run in curves] for key in keys}
     return {
-        "runs": [_run(label, details) for label, details in zip("ABCDEFG", runs, strict=False)],
-        "config": config_differences([row["spec"] for row in rows]),
+        "runs": [_run(label, details) for label, details in zip(_LABELS, runs, strict=False)],
+        "config": config_differences([details.run["spec"] for details in runs]),
         "evaluations": evaluations([details.evaluations for details in runs]),
-        "metrics": [{"key": key, **at_last_common_step(key, [of_run[key] for of_run in curves], rows)} for key in keys],
-        "curves": {key: [of_run[key] for of_run in curves] for key in keys},
+        "metrics": [_metric(key, curves_of[key], runs) for key in keys],
+        "curves": curves_of,
     }
 
 
@@ -168,6 +169,17 @@ def _standing(first: Facts | None, other: Facts | None) -> str | None:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Metrics
+
+
+def _metric(key: str, curves: Sequence[Curve], runs: Sequence[RunDetails]) -> Facts:
+    found = at_last_common_step(key, curves, [details.run for details in runs])
+    removed = [
+        label
+        for label, details, curve in zip(_LABELS, runs, curves, strict=False)
+        if details.run["metrics_pruned"] and key in details.metrics and not curve
+    ]
+    note = f"removed of {', '.join(removed)} with `rlhf db prune`" if removed else ""
+    return {"key": key, **found, "note": "; ".join(filter(None, (found["note"], note)))}
 
 
 def at_last_common_step(key: str, curves: Sequence[Curve], runs: Sequence[RunRow]) -> Facts:

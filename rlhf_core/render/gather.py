@@ -26,6 +26,7 @@ from rlhf_core.schemas.failures import Action
 from rlhf_core.schemas.journal import PromotionMoved
 from rlhf_core.schemas.reports import EvaluationSample, SampleLine
 from rlhf_core.schemas.run import RunSpec
+from rlhf_core.text.formatting import PRUNED_METRICS
 
 Rows = Sequence[Mapping[str, Any]]
 Found = TypeVar("Found")
@@ -127,6 +128,8 @@ def gather(store: HistoryStore, run_dir: RunDir) -> ReportData:
         )
     if run["missing_steps"]:
         notes.append(f"The run left {run['missing_steps']}; the curves have gaps there.")
+    if run["metrics_pruned"]:
+        notes.append(f"{PRUNED_METRICS}.")
     try:
         spec = RunSpec.model_validate(run["spec"])
     except ValidationError:

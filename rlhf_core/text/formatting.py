@@ -84,6 +84,13 @@ def place_text(attempt: int, restart: int) -> str:
     return f"attempt {attempt}" + (f" after restart {restart}" if restart else "")
 
 
+PRUNED_METRICS = (
+    "Its metrics by step were removed with `rlhf db prune`, except step times and evaluations; `rlhf db rebuild` reads "
+    "them again if its directory still exists"
+)
+"""Sentence about an old run, without a full stop."""
+
+
 def missing_steps(known: Collection[int], total: int, state: str) -> str:
     """List the steps of an ended run that have no metrics; empty if none are missing.
 

@@ -362,6 +362,31 @@ def test_sql_help_names_every_table(rlhf: Rlhf) -> None:
         assert name in text or name in ("leases", "ingest_offsets"), name
 
 
+def test_metrics_of_old_runs_are_removed_and_every_view_says_so(rlhf: Rlhf, runs: Path) -> None:
+    run, long_ago = RunFiles(runs).created(), -1_000_000_000.0
+    for state in (RunState.PREFLIGHT, RunState.FAILED):
+        run.moved(state, long_ago)
+    run.metrics(1, 0, 1, long_ago)
+    known = ingested(whole_run(runs, tail="bbbbbb"))
+    ingested(run)
+    planned = rlhf("db", "prune", "--days", "30", "--dry-run")
+    assert "To remove: 1 metric value and 0 telemetry readings of 1 run that ended before" in planned.stdout
+    assert "Nothing was removed" in planned.stdout
+    assert not rlhf("show", run.run_id, "--json").json()["run"]["metrics_pruned"]
+    removed = rlhf("db", "prune", "--days", "30", "--json").json()
+    assert removed["removed"] is True
+    assert [(one["run_id"], one["num_metrics"]) for one in removed["runs"]] == [(run.run_id, 1)]
+    assert "removed with `rlhf db prune`" in rlhf("show", run.run_id).stdout
+    assert "removed of A with `rlhf db prune`" in rlhf("compare", run.run_id, known.run_id).stdout
+    assert "removed with `rlhf db prune`" in rlhf("export", run.run_id, "--to", "csv", "--out", runs / "csv").stderr
+    rlhf("report", run.run_id)
+    assert "removed with `rlhf db prune`" in run.dir.report.read_text()
+    assert "To remove: 0 metric values" in rlhf("db", "prune", "--days", "30").stdout
+    assert rlhf("db", "prune", "--days", "7", code=2).stderr
+    rlhf("db", "rebuild")
+    assert not rlhf("show", run.run_id, "--json").json()["run"]["metrics_pruned"]
+
+
 @pytest.mark.usefixtures("real_migrations")
 def test_upgrade(rlhf: Rlhf) -> None:
     assert f"upgraded from nothing to schema {SCHEMA_REVISION}" in rlhf("db", "upgrade").stdout

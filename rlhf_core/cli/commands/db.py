@@ -4,7 +4,9 @@ Heavy modules are imported inside the functions, so that ``rlhf --help`` stays f
 """
 
 import sys
-from typing import Annotated
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +14,9 @@ from rlhf_core.cli import output
 from rlhf_core.cli.commands.history import open_history
 from rlhf_core.errors import BadInput
 from rlhf_core.text.formatting import count
+
+if TYPE_CHECKING:
+    from rlhf_core.history.prune import PrunableRun
 
 
 def upgrade() -> None:
@@ -56,6 +61,52 @@ def rebuild(as_json: output.JsonOption = False) -> None:
             output.note(f"{run_id}: {count(done.num_skipped, 'line')} could not be read, {where}")
     if report.failed:
         raise typer.Exit(1)
+
+
+def prune(
+    days: Annotated[
+        int, typer.Option(min=30, help="Age above which metrics and telemetry are removed, from the end of the run.")
+    ],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be removed.")] = False,
+    as_json: output.JsonOption = False,
+) -> None:
+    """Remove the metrics by step and the telemetry of runs that ended long ago.
+
+    Step times, evaluations and the newest value of each metric stay, as does everything else about a run. Runs that
+    others are compared with keep all: the last completed run of each name, the five completed ones of each shape that
+    predictions are based on, and those whose model was promoted or may be.
+
+    You can interrupt this at any time and call it again. Runs go on meanwhile. `rlhf db rebuild` reads everything again
+    of the runs that still have a directory.
+    """
+    from rlhf_core.history import prune
+    from rlhf_core.schemas.base import utc_now
+
+    before = utc_now() - timedelta(days=days)
+    with open_history() as store:
+        found = prune.prunable(store, before)
+        if not as_json:
+            _print_prunable(found, before)
+        for number, run in enumerate(() if dry_run else found, start=1):
+            output.note(f"{number} of {len(found)}: {run.run_id}")
+            prune.prune(store, run.run_id, before)
+    if as_json:
+        output.print_json({"before": before, "removed": not dry_run, "runs": [vars(run) for run in found]})
+    elif found:
+        output.print_text("Nothing was removed (--dry-run)." if dry_run else "Removed.")
+
+
+def _print_prunable(found: "Sequence[PrunableRun]", before: datetime) -> None:
+    rows = [
+        (run.run_id, f"{run.ended_at:%Y-%m-%d %H:%M}", f"{run.num_metrics:,}", f"{run.num_telemetry:,}")
+        for run in found
+    ]
+    output.print_section(("run", "ended (UTC)", "metric values", "telemetry readings"), rows)
+    metrics, telemetry = (sum(run.num_metrics for run in found), sum(run.num_telemetry for run in found))
+    output.print_text(
+        f"To remove: {count(metrics, 'metric value')} and {count(telemetry, 'telemetry reading')} of "
+        f"{count(len(found), 'run')} that ended before {before:%Y-%m-%d %H:%M} UTC."
+    )
 
 
 def reader(

@@ -13,6 +13,7 @@ from rlhf_core.cli import output
 from rlhf_core.cli.commands.history import catch_up, open_history
 from rlhf_core.condition_log import ConditionLog
 from rlhf_core.errors import BadInput, DatabaseUnavailable
+from rlhf_core.text.formatting import PRUNED_METRICS
 
 if TYPE_CHECKING:
     from rlhf_core.history.store import HistoryStore
@@ -91,10 +92,13 @@ def _export(
     store: "HistoryStore", run_ids: Sequence[str], to: Target, out: str, *, artifacts: bool
 ) -> Sequence[Path | str]:
     """Export runs as they are now. Returns the places of what was written."""
+    from rlhf_core.history import queries
     from rlhf_core.render.exports import files, mlflow, tensorboard, wandb
 
     for run_id in run_ids:
         catch_up(store, run_id)
+        if queries.show_run(store, run_id).run["metrics_pruned"]:
+            output.warn(f"{run_id}: {PRUNED_METRICS}.")
     match to:
         case Target.PARQUET:
             return files.to_parquet(store, run_ids, Path(out))

@@ -20,7 +20,7 @@ from rlhf_core.cli.commands.history import (
     undriven_text,
 )
 from rlhf_core.render.weight_syncs import weight_sync_text
-from rlhf_core.text.formatting import attributed, count, figure
+from rlhf_core.text.formatting import PRUNED_METRICS, attributed, count, figure
 
 if TYPE_CHECKING:
     from rlhf_core.history.queries import RunDetails
@@ -88,6 +88,8 @@ def _print_head(details: "RunDetails", undriven_since: datetime | None) -> None:
         output.print_text(f"Not counted: {output.seconds_text(run['undriven_s'])} in which nothing drove the run.")
     if run["missing_steps"]:
         output.print_text(f"The run left {run['missing_steps']}.")
+    if run["metrics_pruned"]:
+        output.print_text(f"{PRUNED_METRICS}.")
     if hint := steps_hint(run["spec"].get("trainer", {}).get("kind", ""), run["state"], step):
         output.print_text(f"The trainer reported no steps; {hint}.")
     if details.regressed:

@@ -7,7 +7,7 @@ from typing import Any, cast
 from sqlalchemy import Connection, func, literal, select
 
 from rlhf_core.errors import UnknownRun
-from rlhf_core.history.queries.metrics import STEP_SECONDS, newest_metrics
+from rlhf_core.history.queries.metrics import STEP_SECONDS, are_pruned, newest_metrics
 from rlhf_core.history.queries.plain import Facts, plain, plain_value, rows_of, without_run
 from rlhf_core.history.queries.rows import (
     AttemptRow,
@@ -173,6 +173,7 @@ def _run(connection: Connection, row: Any, num_attempts: int, until: datetime) -
         "missing_steps": missing_steps_of(connection, [row]).get(row.run_id, ""),
         "seconds": driven_seconds(row, until, undriven_s),
         "undriven_s": undriven_s,
+        "metrics_pruned": are_pruned(connection, row.run_id),
     }
     return cast("RunRow", facts)
 

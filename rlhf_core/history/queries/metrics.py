@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, exists, select
 
 from rlhf_core.history.queries.plain import plain_value
 from rlhf_core.history.queries.rows import MetricValue
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.history.tables.sqlalchemy_core import CURVE, KEYS, LATEST
+from rlhf_core.history.tables.sqlalchemy_core import CURVE, KEYS, LATEST, METRICS
 
 STEP_SECONDS = "time/step_s"
 """Metric of every step."""
@@ -31,6 +31,13 @@ def newest_metrics(connection: Connection, run_id: str) -> dict[str, MetricValue
         }
         for row in rows
     }
+
+
+def are_pruned(connection: Connection, run_id: str) -> bool:
+    """True if metrics by step were removed (:mod:`rlhf_core.history.prune`): of some metric, only the newest value is
+    left."""
+    by_step = exists().where(METRICS.c.run_id == LATEST.c.run_id, METRICS.c.key_id == LATEST.c.key_id)
+    return bool(connection.execute(select(exists().where(LATEST.c.run_id == run_id, ~by_step))).scalar_one())
 
 
 def curve(store: HistoryStore, run_id: str, keys: Iterable[str] | None = None) -> dict[str, list[tuple[int, float]]]:

@@ -41,6 +41,8 @@ class RunRow(TypedDict):
     """Time from the request to the end of the run, or until now, without ``undriven_s``."""
     undriven_s: float
     """Time in which nothing drove the run."""
+    metrics_pruned: bool
+    """True if metrics by step were removed with ``rlhf db prune``."""
     no_nodes_since: str | None
     """Time since when no attempt of a queued run has got its nodes; None if the last one had them."""
 

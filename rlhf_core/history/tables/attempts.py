@@ -157,7 +157,8 @@ class NodeSpeed(Base):
 
 class NodeTelemetry(Base):
     """One telemetry reading of a node: means over some seconds. From ``telemetry-<node>.jsonl``. One row per reading,
-    because rows per value would take several times the space; view ``node_figures`` has those."""
+    because rows per value would take several times the space; view ``node_figures`` has those. ``rlhf db prune``
+    removes the rows of runs that ended long ago."""
 
     __tablename__ = "node_telemetry"
 

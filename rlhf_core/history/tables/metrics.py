@@ -29,6 +29,8 @@ class Metric(Base):
     Without foreign keys, because their check was half of the cost of a row: the writing transaction has claimed the row
     of its run and written the names of metrics, which are never removed. The trigger ``metrics_follow_runs`` removes
     the metrics of a removed run; a migration that recreates the table ``runs`` must recreate the trigger.
+
+    ``rlhf db prune`` removes rows of runs that ended long ago, except step times and evaluations.
     """
 
     __tablename__ = "metrics"
