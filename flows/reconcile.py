@@ -1,17 +1,25 @@
 """``rlhf-reconcile``: the reconciler's rounds as scheduled flow runs, with a table of the actions taken.
 
 No worker runs them, because a dead worker is one of the faults they repair. The daemon polls for due flow runs and runs
-them in its own process. Between them it checks more often; a check that finds nothing leaves no flow run.
+them in its own process. Between them it checks more often; a check that finds nothing leaves no flow run. Of the
+scheduled rounds that find nothing, only the newest stays: all of them would push other runs off the first page.
 """
 
 import contextlib
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar, copy_context
 from datetime import UTC, datetime, timedelta
+from typing import TypeVar
 
 from prefect import State, flow
 from prefect.artifacts import create_table_artifact
 from prefect.client.schemas.actions import DeploymentScheduleCreate
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterDeploymentId,
+    FlowRunFilterState,
+    FlowRunFilterStateName,
+)
 from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.schedules import IntervalSchedule
 from prefect.flow_engine import run_flow
@@ -25,6 +33,8 @@ from rlhf_core.control.steps import Step
 from rlhf_core.diagnosis.reconcile.decisions import ReconcileAction
 from rlhf_core.survival import Survived
 
+_Found = TypeVar("_Found")
+
 DEPLOYMENT = "rlhf-reconcile/site"
 """The deployment whose flow runs the site daemon executes."""
 
@@ -32,7 +42,10 @@ ARTIFACT_KEY = "rlhf-reconcile"
 """Key of the table of findings and actions."""
 
 EVERY_S = 600.0
-"""Time between two scheduled rounds, which always leave a flow run."""
+"""Time between two scheduled rounds. Without a daemon, they are late, which Prefect shows."""
+
+AGREED = "Nothing to do"
+"""Name of the state of a flow run that found nothing to repair."""
 
 DESCRIPTION = (
     "Compares database, Prefect and scheduler, and repairs what disagrees. The site daemon (`rlhf serve daemon`) "
@@ -71,7 +84,7 @@ def rlhf_reconcile() -> State[None]:
         return Failed(message="this flow is carried out by the site daemon alone: `rlhf up` starts it")
     results = [result for result in turn() if result.action.kind not in ROUTINE]
     create_table_artifact(table=_table(results), key=ARTIFACT_KEY, description=_summary(results))
-    return Completed(message=_summary(results))
+    return Completed(name=None if results else AGREED, message=_summary(results))
 
 
 def register() -> None:
@@ -107,7 +120,9 @@ def carry_out_round(reconciler: Reconciler, may: Callable[[], bool], retention: 
     if due is not None:
         # The round checks again, so that its flow run shows the state at its start.
         whole = Turn(lambda: reconciler.carry_out(reconciler.poll(retention=retention), may))
-        return _as_flow_run(due, whole)
+        results = _as_flow_run(due, whole)
+        _quietly(lambda: _remove_uneventful(due))
+        return results
     actions = reconciler.poll(retention=retention)
     turn = Turn(lambda: reconciler.carry_out(actions, may))
     made = _quietly(_new_flow_run) if any(one.kind not in ROUTINE for one in actions) else None
@@ -143,7 +158,19 @@ def _new_flow_run() -> FlowRun:
         return client.read_flow_run(made.id)
 
 
-def _quietly(query: Callable[[], FlowRun | None]) -> FlowRun | None:
+def _remove_uneventful(newest: FlowRun) -> None:
+    """Delete the flow runs of earlier rounds that found nothing to do."""
+    uneventful = FlowRunFilter(
+        deployment_id=FlowRunFilterDeploymentId(any_=[newest.deployment_id]),
+        state=FlowRunFilterState(name=FlowRunFilterStateName(any_=[AGREED])),
+    )
+    with api_client() as client:
+        for one in client.read_flow_runs(flow_run_filter=uneventful):
+            if one.id != newest.id:
+                client.delete_flow_run(one.id)
+
+
+def _quietly(query: Callable[[], _Found | None]) -> _Found | None:
     """Prefect's answer; None if there is none, in which case the round goes ahead without a flow run."""
     if not server_answers():
         return None

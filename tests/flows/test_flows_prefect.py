@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from control_fakes import FakeAgent, make_spec
@@ -27,17 +28,19 @@ from prefect.settings import PREFECT_API_URL, PREFECT_LOGGING_TO_API_ENABLED, te
 from prefect.states import Crashed
 from sites import START_TIMEOUT_S, Site
 
+from flows import reconcile
 from flows.publishing import artifacts, publisher
 from flows.publishing.artifacts import artifact_key
 from flows.publishing.events import FlowRunRef, events_of, publish_events, unpublished
-from flows.reconcile import rlhf_reconcile
 from flows.run import rlhf_run, run_in_prefect
 from flows.server.clients import api_client
 from flows.tasks import MAX_TITLE, TaskRunner, shorten
 from rlhf_core.control.controller import Controller, opened
+from rlhf_core.control.reconcile.actions import ActionResult
 from rlhf_core.control.steps import Step, drive, steps
 from rlhf_core.control.views import progress
 from rlhf_core.control.views.timeline import read_timeline
+from rlhf_core.diagnosis.reconcile.decisions import ActionKind, ReconcileAction
 from rlhf_core.errors import PreflightBlocked, RunCancelled, RunFailed
 from rlhf_core.files.appended import read_models
 from rlhf_core.files.whole import write_model
@@ -267,10 +270,29 @@ def test_wrong_input_is_reported_without_a_traceback(
 def test_a_reconcile_flow_started_by_hand_refers_to_the_site_daemon() -> None:
     with logged() as read:
         with pytest.raises(FailedRun):
-            rlhf_reconcile()
+            reconcile.rlhf_reconcile()
         name, message, log = read()
     assert (name, "carried out by the site daemon" in message) == ("Failed", True)
     assert "Traceback" not in log
+
+
+@pytest.mark.usefixtures("server")
+def test_of_the_rounds_that_find_nothing_the_newest_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: one that repairs something stays too. Otherwise the runs of people would be on the second page."""
+    reconcile.register()
+    action = ReconcileAction(ActionKind.ADOPT, "a-run", "nothing drives it")
+    repaired = [ActionResult(action, done=True, message="adopted")]
+    with api_client() as client:
+        deployment = client.read_deployment_by_name(reconcile.DEPLOYMENT)
+        due = []
+        for results in ([], [], repaired, []):
+            due.append(client.create_flow_run_from_deployment(deployment.id))
+            monkeypatch.setattr(reconcile, "_due", lambda: due[-1])
+            reconciler = Mock(poll=Mock(return_value=[]), carry_out=Mock(return_value=results))
+            assert reconcile.carry_out_round(reconciler, lambda: True, False) == results
+        found = {one.id: one.state_name for one in client.read_flow_runs() if one.deployment_id == deployment.id}
+    left = [found.get(one.id) for one in due]
+    assert left == [None, None, "Completed", reconcile.AGREED]
 
 
 @pytest.mark.usefixtures("server")

@@ -217,17 +217,17 @@ def test_rounds_are_flow_runs_if_they_are_due_or_act(
         return rounds(site, store) == [] and made() == before
 
     until(leaves_no_flow_run, "nothing is due and nothing found")
-    first = made()
     quick = client.create_flow_run_from_deployment(deployment.id)
     rounds(site, store)
-    assert client.read_flow_run(quick.id).state_name == "Completed"
+    assert client.read_flow_run(quick.id).state_name in ("Completed", reconcile.AGREED)
+    first = made()
     start_worker(site)
     run_dir = in_training(site, client)
     site.kill("worker")
     monkeypatch.setattr(decisions, "RETRY_INTERVAL_S", 0.0)
     results = rounds(site, store)
     assert [one.action.kind for one in results] == [ActionKind.ADOPT, ActionKind.END_FLOW_RUN]
-    assert len(made()) == len(first) + 2
+    assert len(made()) == len(first) + 1
     (artifact,) = [one for one in client.read_artifacts() if one.key == reconcile.ARTIFACT_KEY][-1:]
     assert run_dir.run_id in str([one.data for one in client.read_artifacts()])
     assert artifact.type == "table"
