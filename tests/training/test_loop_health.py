@@ -4,13 +4,14 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from health_runs import CASES, DEGENERATE, HEALTHY, SEED_FORMULAS, SeedFormula, make_runs
 from rank_launcher import launch, values
 
 from rlhf_core.diagnosis.health import rules
+from rlhf_core.diagnosis.health.advice import ADVICE
 from rlhf_core.diagnosis.health.judge import HealthFinding, HealthVerdict, Judge, in_words
 from rlhf_core.diagnosis.health.state import (
     FINGERPRINT,
@@ -21,7 +22,7 @@ from rlhf_core.diagnosis.health.state import (
     Batch,
     HealthState,
 )
-from rlhf_core.schemas.health import HealthSpec
+from rlhf_core.schemas.health import HealthRule, HealthSpec
 from rlhf_core.training.rollouts.health_signals import seed_repeats
 from rlhf_core.training.rollouts.seeds import sample_seed
 
@@ -271,7 +272,8 @@ def test_a_reward_that_is_gone_is_found_a_window_later() -> None:
     step, rule, message = found
     assert rule == "reward_collapse"
     assert 40 + 10 < step <= 40 + 20
-    assert "it was 0.5. Try a lower loops.main.optimizer.learning_rate" in message
+    assert "it was 0.5. Usual causes: updates so large" in message
+    assert "To do: read completions from before and after" in message
     assert "health.off" in message
 
 
@@ -425,6 +427,11 @@ def test_a_rule_that_is_turned_off_finds_nothing() -> None:
     assert first_finding(steps, HealthSpec(off={"reward_collapse": "the task is switched on the way"})) is None
 
 
+def test_every_rule_has_advice() -> None:
+    """A kind without advice would end the training with a KeyError."""
+    assert {key.partition("/")[0] for key in ADVICE} == {*get_args(HealthRule)}
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What is done about it
 
@@ -458,10 +465,15 @@ def test_a_warning_is_told_once_and_again_after_a_window_without_it() -> None:
 
 
 def test_the_rule_that_stops_comes_before_one_that_rolls_back_and_a_warning_stays_one() -> None:
-    found = [HealthFinding("identical", 1, "a"), HealthFinding("frozen", 2, "b"), HealthFinding("kl", 3, "c")]
+    found = [
+        HealthFinding("truncated", 1, "a"),
+        HealthFinding("frozen", 2, "b", "no change"),
+        HealthFinding("kl", 3, "c"),
+    ]
     verdict = Judge(HealthSpec(actions={"frozen": "stop"}), BATCH).verdict(found, 9)
     assert verdict.ends_by == "frozen"
-    assert "since step 1 (frozen): b. Also: a. " in verdict.message
+    assert "since step 1 (frozen): b. Usual causes: a learning rate so low" in verdict.message
+    assert ". Also (truncated): a. Usual causes: a limit below the length" in verdict.message
     ((rule, message),) = verdict.warnings
     assert (rule, message.partition(".")[0]) == ("kl", "Training goes wrong at step 9, since step 3 (kl): c")
 

@@ -88,7 +88,7 @@ class Judge:
 def in_words(found: Sequence[HealthFinding], step: int) -> str:
     """Format findings as an error message, without its full stop."""
     since = min(finding.since_step for finding in found)
-    also = f". Also: {'; '.join(finding.message for finding in found[1:])}" if len(found) > 1 else ""
+    also = "".join(f". Also ({finding.rule}): {finding.message}" for finding in found[1:])
     is_unintended = all(finding.rule in UNINTENDED for finding in found)
     outcome = "Training goes wrong" if is_unintended else "Training no longer learns"
     return f"{outcome} at step {step}, since step {since} ({found[0].rule}): {found[0].message}{also}. {_ADVICE}"

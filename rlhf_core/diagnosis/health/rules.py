@@ -5,8 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from rlhf_core.diagnosis.health.advice import ADVICE
 from rlhf_core.diagnosis.health.state import (
     ALL_MASKED,
+    NO_CHANGE,
     Batch,
     HealthState,
     Level,
@@ -31,8 +33,8 @@ class HealthFinding:
     rule: HealthRule
     since_step: int
     """First step that shows it."""
-    message: str
-    """Message without a full stop."""
+    found: str
+    """Signs seen in the steps, without a full stop."""
     kind: str = ""
     """Kind of finding, for a rule with several; warnings distinguish them."""
 
@@ -40,6 +42,12 @@ class HealthFinding:
     def key(self) -> str:
         """Rule and kind."""
         return f"{self.rule}/{self.kind}" if self.kind else self.rule
+
+    @property
+    def message(self) -> str:
+        """The finding, its usual causes and what to do, without a full stop."""
+        causes, remedy = ADVICE[self.key]
+        return f"{self.found}. Usual causes: {causes}. To do: {remedy}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -104,20 +112,8 @@ def _frozen(state: HealthState, spec: HealthSpec) -> HealthFinding | None:
     num_steps = state.last_step - state.frozen_since + 1
     if not state.frozen_since or num_steps < spec.frozen_steps:
         return None
-    return HealthFinding(
-        "frozen",
-        state.frozen_since,
-        f"{state.frozen_why}, {num_steps} steps in a row. {_UNMASK if state.frozen_why == ALL_MASKED else _UNFREEZE}",
-    )
-
-
-_UNFREEZE = (
-    "Expected trained weights (requires_grad) with a gradient from the loss, and a learning rate that their number "
-    "format does not round to zero"
-)
-_UNMASK = (
-    "Expected completions that end: raise rollout.max_new_tokens, or find out why the model does not emit its end token"
-)
+    kind = {ALL_MASKED: "all cut off", NO_CHANGE: "no change"}.get(state.frozen_why, "no gradient")
+    return HealthFinding("frozen", state.frozen_since, f"{state.frozen_why}, {num_steps} steps in a row", kind)
 
 
 def _identical(state: HealthState, spec: HealthSpec, batch: Batch) -> list[HealthFinding | None]:
@@ -131,12 +127,6 @@ def _identical(state: HealthState, spec: HealthSpec, batch: Batch) -> list[Healt
     return [*(_repetition(*one, state, spec, batch) for one in repetitions), *_seeds(state, batch)]
 
 
-_SEEDS = (
-    "Expected different sampling seeds for every step, prompt and sample; seeds derived from a rank, a replica or a "
-    "node repeat"
-)
-
-
 def _seeds(state: HealthState, batch: Batch) -> list[HealthFinding]:
     """Find repeated sampling seeds: no policy causes them, so two steps in a row are proof."""
     in_groups, across = state.seeds_in_groups, state.seeds_across_prompts
@@ -146,13 +136,13 @@ def _seeds(state: HealthState, batch: Batch) -> list[HealthFinding]:
             f"{state.seeds_repeated:.0%} of the completions are sampled with the seed of another one of their group on "
             f"{_named(in_groups.ranks, batch.nodes)}"
         )
-        found.append(HealthFinding("identical", in_groups.since_step, f"{what}. {_SEEDS}", "seeds within groups"))
+        found.append(HealthFinding("identical", in_groups.since_step, what, "seeds within groups"))
     if across.num_steps >= 2 and not in_groups.num_steps:
         what = f"different prompts are sampled with the same seeds on {_named(across.ranks, batch.nodes)}"
-        found.append(HealthFinding("identical", across.since_step, f"{what}. {_SEEDS}", "seeds across prompts"))
+        found.append(HealthFinding("identical", across.since_step, what, "seeds across prompts"))
     if state.same_seeds_since:
         what = "the sampling seeds are the same at every step"
-        found.append(HealthFinding("identical", state.same_seeds_since, f"{what}. {_SEEDS}", "seeds across steps"))
+        found.append(HealthFinding("identical", state.same_seeds_since, what, "seeds across steps"))
     return found
 
 
@@ -165,7 +155,7 @@ def _repetition(
         "identical",
         found.since_step,
         f"{what} on {_named(found.ranks, batch.nodes)}, {found.num_steps} steps in a row, although the policy is not "
-        f"certain of its answers (entropy {state.recent[-1].entropy:.3g} nats per token). {_SEEDS}",
+        f"certain of its answers (entropy {state.recent[-1].entropy:.3g} nats per token)",
         kind,
     )
 
@@ -180,8 +170,7 @@ def _reward_collapse(view: _View) -> HealthFinding | None:
         "reward_collapse",
         best.since_step + block_steps(view.spec),
         f"the mean reward of {view.steps} is {now.mean:.3g}; over its best {block_steps(view.spec)} steps, from step "
-        f"{best.since_step} on, it was {best.mean:.3g}. Try a lower loops.main.optimizer.learning_rate or a KL "
-        "penalty (loops.main.algorithm.kl_coefficient), and check that the reward function still works",
+        f"{best.since_step} on, it was {best.mean:.3g}",
     )
 
 
@@ -199,9 +188,7 @@ def _no_spread(view: _View) -> HealthFinding | None:
         state.recent[-1].step - without + 1,
         f"in {without} steps, {without * view.batch.num_completions} completions, no {compared} had completions with "
         f"different rewards{constant}, so the rewards favour no completion over another; the mean "
-        f"reward is {view.now.mean:.3g} ({before}). "
-        "Expected prompts that are solved some of the time: check that the reward function fits the completions, "
-        "that the task is not too hard, and that the learning rate has not destroyed the model",
+        f"reward is {view.now.mean:.3g} ({before})",
     )
 
 
@@ -217,8 +204,7 @@ def _truncated(view: _View) -> HealthFinding | None:
         "truncated",
         state.recent[0].step,
         f"{state.recent[-1].truncated:.0%} of the completions are cut off at rollout.max_new_tokens, as in all of "
-        f"{view.steps}, and none is rewarded. Expected completions that end: raise rollout.max_new_tokens, or find "
-        "out why the model does not emit its end token",
+        f"{view.steps}, and none is rewarded",
     )
 
 
@@ -230,9 +216,7 @@ def _entropy_collapse(view: _View) -> HealthFinding | None:
         "entropy_collapse",
         state.recent[0].step,
         f"the policy is certain of every token: {entropy:.2g} nats over {view.steps}, {state.first_entropy:.2g} over "
-        "the first ones, without a gain in reward. Try a lower loops.main.optimizer.learning_rate, a higher "
-        "loops.main.algorithm.clip_high, a KL penalty (loops.main.algorithm.kl_coefficient) or an entropy bonus "
-        "(loops.main.algorithm.entropy_coefficient)",
+        "the first ones, without a gain in reward",
     )
 
 
@@ -243,9 +227,7 @@ def _clipped(view: _View) -> HealthFinding | None:
     return HealthFinding(
         "clipped",
         view.state.recent[0].step,
-        f"the clip removes the gradient of {shares[-1]:.0%} of the tokens, as in all of {view.steps}. Expected a "
-        "share under a third: try a lower loops.main.optimizer.learning_rate, fewer updates a step (num_epochs, "
-        "num_minibatches), or check that the old log-probabilities come from the sampling policy",
+        f"the clip removes the gradient of {shares[-1]:.0%} of the tokens, as in all of {view.steps}",
     )
 
 
@@ -257,9 +239,7 @@ def _train_gap(view: _View) -> HealthFinding | None:
         "train_gap",
         view.state.recent[0].step,
         f"sampling and training disagree about the log-probability of a token by {gaps[-1]:.3g} nats on average, and "
-        f"by more than {view.spec.max_train_gap:g} (health.max_train_gap) in all of {view.steps}. Expected about 0.01 "
-        "or less: check that both use the same weights, number format and temperature, or correct for it "
-        "(loops.main.algorithm.correction)",
+        f"by more than {view.spec.max_train_gap:g} (health.max_train_gap) in all of {view.steps}",
     )
 
 
@@ -272,18 +252,17 @@ def _kl(view: _View) -> HealthFinding | None:
         return None  # the reward is at its best, however far the policy has moved
     last = divergences[-1]
     if last is not None and not math.isfinite(last):
-        message = (
+        found = (
             f"the KL divergence from the reference model is not finite ({last}), in none of {view.steps} within "
-            f"{view.spec.max_kl:g} (health.max_kl). Expected a number under 1: compare the log-probabilities of the "
-            "policy and of the reference model, and try float32 weights (model.dtype)"
+            f"{view.spec.max_kl:g} (health.max_kl)"
         )
-    else:
-        message = (
-            f"the policy is {last:.3g} nats per token from the reference model, and more than "
-            f"{view.spec.max_kl:g} (health.max_kl) in all of {view.steps}, without a gain in reward. Expected under 1: "
-            "try a higher loops.main.algorithm.kl_coefficient or a lower loops.main.optimizer.learning_rate"
-        )
-    return HealthFinding("kl", view.state.recent[0].step, message)
+        return HealthFinding("kl", view.state.recent[0].step, found, "not finite")
+    return HealthFinding(
+        "kl",
+        view.state.recent[0].step,
+        f"the policy is {last:.3g} nats per token from the reference model, and more than {view.spec.max_kl:g} "
+        f"(health.max_kl) in all of {view.steps}, without a gain in reward",
+    )
 
 
 def _length(view: _View) -> HealthFinding | None:
@@ -315,8 +294,7 @@ def _length(view: _View) -> HealthFinding | None:
         state.recent[0].step,
         f"the reward rises by length: completions have {length:.3g} tokens over {view.steps} and had "
         f"{state.first_length:.3g} over the first ones, and among the completions of a prompt reward and length have "
-        f"a correlation of {correlation:.2f}. Expected better answers, not only longer ones: read some, and remove "
-        "the length from the reward",
+        f"a correlation of {correlation:.2f}",
     )
 
 
