@@ -1,7 +1,8 @@
 /*
 Settings that differ between two runs
 
-Every setting of the resolved config counts, including defaults. Empty if a run does not have the setting.
+Every setting of the resolved config counts, including defaults. Empty if a run does not have the setting. Runs ingested by
+rlhf-flows 0.1 have the names of their settings of that time until `rlhf db rebuild`; `rlhf compare` translates them.
 
 a (run): one run
 b (run) = last: the other run
