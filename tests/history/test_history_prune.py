@@ -10,6 +10,8 @@ import pytest
 from history_tools import RunFiles, at, dump, run_sql, synced, whole_run
 
 from rlhf_core.history import prune, queries
+from rlhf_core.history.prune import PrunableRun
+from rlhf_core.history.queries.baselines import newest_completed
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.render.compare import compare
 from rlhf_core.schemas.attempts import PromotionState, RunState
@@ -28,13 +30,13 @@ def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
 def old_run(runs: Path) -> RunFiles:
     """An ended run with an evaluation during training."""
     run = whole_run(runs)
-    run.metrics(2, 0, 10, 50.2, **{"eval/greedy": 0.9})
+    run.metrics(2, 0, 10, 50.2, **{"eval/greedy": 0.9, "time/rollout_s": 1.5})
     return run
 
 
 def all_pruned(store: HistoryStore) -> None:
     for run in prune.prunable(store, BEFORE):
-        prune.prune(store, run.run_id, BEFORE)
+        prune.prune(store, run, BEFORE)
 
 
 def keep_none_compared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,21 +55,29 @@ def derived(store: HistoryStore, run_id: str) -> dict[str, Any]:
     return {"shown": shown, "listed": listed, "views": views, "best": best, "pace": pace}
 
 
+@pytest.mark.parametrize("predicts", [True, False])
 def test_only_metrics_and_telemetry_are_removed_and_nothing_else_changes(
-    store: HistoryStore, runs: Path, monkeypatch: pytest.MonkeyPatch
+    store: HistoryStore, runs: Path, monkeypatch: pytest.MonkeyPatch, predicts: bool
 ) -> None:
     """Control: without the times of steps, what is derived from them would be wrong."""
     keep_none_compared(monkeypatch)
+    if not predicts:
+        monkeypatch.setattr(prune, "newest_completed", lambda shape: newest_completed("another shape"))
     run = synced(old_run(runs), store)
     tables, known = dump(store), derived(store, run.run_id)
+    shape = known["shown"]["run"]["shape"]
+    predicted = queries.measured_shape(store, shape)
     (found,) = prune.prunable(store, BEFORE)
     all_pruned(store)
     left = dump(store)
-    assert len(tables["metrics"]) - len(left["metrics"]) == found.num_metrics == 13
-    assert len(tables["node_telemetry"]) - len(left["node_telemetry"]) == found.num_telemetry == 4
-    assert sorted(queries.curve(store, run.run_id)) == ["eval/greedy", "time/step_s"]
-    assert {name: rows for name, rows in left.items() if rows != tables[name]}.keys() == {"metrics", "node_telemetry"}
+    assert len(tables["metrics"]) - len(left["metrics"]) == found.num_metrics == (13 if predicts else 14)
+    assert len(tables["node_telemetry"]) - len(left["node_telemetry"]) == found.num_telemetry == (0 if predicts else 4)
+    times = ["time/rollout_s"] * predicts + ["time/step_s"]
+    assert sorted(queries.curve(store, run.run_id)) == ["eval/greedy", *times]
+    changed = {name for name, rows in left.items() if rows != tables[name]}
+    assert changed <= {"metrics", "node_telemetry"}
     assert derived(store, run.run_id) == known
+    assert (queries.measured_shape(store, shape) == predicted) is predicts
     assert prune.prunable(store, BEFORE) == []
     synced(run, store)
     assert dump(store) == left, "what was read is not read again"
@@ -78,7 +88,7 @@ def test_only_metrics_and_telemetry_are_removed_and_nothing_else_changes(
 
 def test_a_run_without_its_metrics_says_so(store: HistoryStore, runs: Path) -> None:
     old, new = synced(whole_run(runs), store), synced(whole_run(runs, tail="bbbbbb"), store)
-    prune.prune(store, old.run_id, BEFORE)
+    prune.prune(store, PrunableRun(old.run_id, at(55), False, 0, 0), BEFORE)
     pruned = [queries.show_run(store, run.run_id).run["metrics_pruned"] for run in (old, new)]
     assert pruned == [True, False]
     compared = {row["key"]: row for row in compare(store, (old.run_id, new.run_id))["metrics"]}
@@ -112,10 +122,12 @@ def test_runs_that_live_or_that_others_are_compared_with_keep_all(store: History
     active = RunFiles(runs, "sort", "acacac", 30).created()
     active.metrics(1, 0, 1, 31)
     synced(active, store)
-    found = [run.run_id for run in prune.prunable(store, BEFORE)]
-    assert found == [run.run_id for run in (completed[1], completed[2], failed, trial)]
-    kept = {run.run_id for run in (promoted, only_of_its_name, late, active, *completed[3:])}
-    assert kept.isdisjoint(found), "five of the shape, the last of each name, a promoted one, and those not old"
+    found = {run.run_id: run.predicts for run in prune.prunable(store, BEFORE)}
+    expected = {run.run_id: place >= 3 for place, run in enumerate(completed)}  # the newest five of the shape
+    expected |= {failed.run_id: False, trial.run_id: False}
+    for kept in (promoted, completed[-1], only_of_its_name, late, active):
+        expected.pop(kept.run_id, None)
+    assert found == expected
 
 
 @pytest.mark.parametrize("is_timed", [True, False])
@@ -156,11 +168,12 @@ def test_an_interruption_leaves_less_to_remove(
 def test_a_run_that_was_resumed_meanwhile_keeps_its_metrics(store: HistoryStore, runs: Path) -> None:
     run = made(store, runs, "sort", 1, RunState.FAILED)
     rows = len(dump(store)["metrics"])
+    (found,) = prune.prunable(store, BEFORE)
     run.moved(RunState.PREFLIGHT, 900, "resumed")
     synced(run, store)
-    prune.prune(store, run.run_id, BEFORE)
+    prune.prune(store, found, BEFORE)
     assert len(dump(store)["metrics"]) == rows
     run.moved(RunState.FAILED, 910)
     synced(run, store)
-    prune.prune(store, run.run_id, BEFORE)
+    prune.prune(store, found, BEFORE)
     assert len(dump(store)["metrics"]) < rows, "control"

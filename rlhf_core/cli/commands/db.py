@@ -72,9 +72,9 @@ def prune(
 ) -> None:
     """Remove the metrics by step and the telemetry of runs that ended long ago.
 
-    Step times, evaluations and the newest value of each metric stay, as does everything else about a run. Runs that
-    others are compared with keep all: the last completed run of each name, the five completed ones of each shape that
-    predictions are based on, and those whose model was promoted or may be.
+    Step times, evaluations and the newest value of each metric stay, as does everything else about a run. The five
+    completed runs of a shape that predictions are based on also keep the times of the parts of a step, and their
+    telemetry. The last completed run of each name, and those whose model was promoted or may be, keep all.
 
     You can interrupt this at any time and call it again. Runs go on meanwhile. `rlhf db rebuild` reads everything again
     of the runs that still have a directory.
@@ -89,7 +89,7 @@ def prune(
             _print_prunable(found, before)
         for number, run in enumerate(() if dry_run else found, start=1):
             output.note(f"{number} of {len(found)}: {run.run_id}")
-            prune.prune(store, run.run_id, before)
+            prune.prune(store, run, before)
     if as_json:
         output.print_json({"before": before, "removed": not dry_run, "runs": [vars(run) for run in found]})
     elif found:

@@ -23,7 +23,7 @@ from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.checks import CheckStatus
 from rlhf_core.schemas.failures import Action, DecidedBy
 
-NEWEST_RUNS = 5
+_NEWEST_RUNS = 5
 """Number of runs of a shape that determine its usual values; earlier ones may have run with other code."""
 _MIN_PROBES, _MAX_PROBES = 3, 10
 
@@ -155,5 +155,5 @@ def newest_completed(shape: str) -> Select[tuple[str]]:
         select(RUNS.c.run_id)
         .where(RUNS.c.shape == shape, RUNS.c.state == RunState.COMPLETED.value)
         .order_by(RUNS.c.created_at.desc())
-        .limit(NEWEST_RUNS)
+        .limit(_NEWEST_RUNS)
     )
