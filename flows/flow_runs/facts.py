@@ -25,7 +25,7 @@ from rlhf_core.control.reconcile.flow_runs import FlowRunSnapshot, NotRegistered
 from rlhf_core.diagnosis.reconcile.facts import FlowRunFacts, FlowState, ProcessState
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.lease import Owner
-from rlhf_core.run_dir.journal import read_journal, valid_lines
+from rlhf_core.run_dir.journal import read_journal
 from rlhf_core.run_dir.run import RunDir, is_run_id
 from rlhf_core.schemas.journal import ControllerStarted
 from rlhf_core.services.presence import service_status
@@ -121,7 +121,7 @@ def _publication(run_dir: RunDir, store: HistoryStore, known: Collection[str]) -
     """Publication of a run in the name of the newest flow run that drove it and is known to this server; empty for a
     run that belongs to another server, or to none."""
     # Not that of the newest controller, which may have run without Prefect while the server was down.
-    events = [line.event for line in valid_lines(read_journal(run_dir.control))]
+    events = [line.event for line in read_journal(run_dir.control)]
     drove = [event.flow_run_id for event in events if isinstance(event, ControllerStarted)]
     source = FlowRunRef(next((one for one in reversed(drove) if one in known), ""), run_dir.run_id)
     return publication_of(run_dir, store, source)

@@ -13,7 +13,7 @@ from datetime import datetime
 from rlhf_core.errors import IllegalMove, JournalDamaged, LeaseLost, RunDirError
 from rlhf_core.files.appended import LineWriter
 from rlhf_core.files.whole import Reserve, is_disk_full
-from rlhf_core.run_dir.journal import read_journal, remove_unfinished_line, scan_journal
+from rlhf_core.run_dir.journal import remove_unfinished_line, scan_journal
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import (
     ATTEMPT_ENDS,
@@ -213,7 +213,7 @@ def read_record(run_dir: RunDir) -> RunRecord:
     Raises:
         JournalDamaged: a line cannot be read.
     """
-    return fold(read_journal(run_dir.control))
+    return fold(found.line for found in scan_journal(run_dir.control))
 
 
 class Journal:

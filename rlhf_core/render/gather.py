@@ -20,7 +20,7 @@ from rlhf_core.render.evidence import EvidenceExcerpts, read_incident_evidence
 from rlhf_core.render.markup import as_time
 from rlhf_core.render.series import Curve, Point, is_finite
 from rlhf_core.render.timeline import Timeline, timeline_from_rows
-from rlhf_core.run_dir.journal import read_journal, valid_lines
+from rlhf_core.run_dir.journal import read_journal
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.failures import Action
 from rlhf_core.schemas.journal import PromotionMoved
@@ -186,7 +186,7 @@ def _evidence(run_dir: RunDir, timeline: Timeline) -> Mapping[str, EvidenceExcer
 def _promotion_moves(run_dir: RunDir) -> list[Mapping[str, Any]]:
     return [
         {"time": line.time.isoformat(), **line.event.model_dump(mode="json")}
-        for line in valid_lines(read_journal(run_dir.control))
+        for line in read_journal(run_dir.control)
         if isinstance(line.event, PromotionMoved)
     ]
 

@@ -6,7 +6,7 @@ newline instead, so a journal of that version may also have a truncated line in 
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -34,27 +34,23 @@ class Scanned(NamedTuple):
 
 
 def read_journal(path: Path) -> list[JournalLine]:
-    """Read all complete lines of a journal; empty if there is no file.
+    """Read all complete lines of a journal, without those that controllers wrote after they had lost the run; empty if
+    there is no file.
 
     Raises:
         JournalDamaged: a line cannot be read.
     """
-    return [found.line for found in scan_journal(path)]
-
-
-def valid_lines(lines: Iterable[JournalLine]) -> list[JournalLine]:
-    """Skip lines that controllers wrote after they had lost the run."""
     kept: list[JournalLine] = []
     token = 0
-    for line in lines:
-        if line.token >= token:
-            token = line.token
-            kept.append(line)
+    for found in scan_journal(path):
+        if found.line.token >= token:
+            token = found.line.token
+            kept.append(found.line)
     return kept
 
 
 def scan_journal(path: Path, offset: int = 0) -> Iterator[Scanned]:
-    """Yield complete lines of a journal from byte ``offset`` on.
+    """Yield all complete lines of a journal from byte ``offset`` on.
 
     Raises:
         JournalDamaged: a line cannot be read; those before it have been yielded.

@@ -18,7 +18,7 @@ from rlhf_core.scheduler.base import JobState, JobStatus
 from rlhf_core.schemas.attempts import AttemptState, Role
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import Action, FailureKind, Incident
-from rlhf_core.schemas.journal import IncidentFound
+from rlhf_core.schemas.journal import IncidentFound, JournalLine
 from rlhf_core.schemas.reports import AgentEvent, AgentStatus, AttemptOutcome
 from rlhf_core.schemas.resources import Placement, Submission
 from rlhf_core.watchdog import evidence
@@ -349,6 +349,16 @@ def test_findings_of_the_controller_are_strikes_too(world: World) -> None:
     assert evidence.strikes(world.run_dir, first) == {"node3": 1}, "already recorded: no second strike"
     assert evidence.strikes(world.run_dir, agent_killed(world.run_dir, 2)) == {"node3": 2}
     journal.close()
+
+
+def test_findings_of_a_controller_that_had_lost_the_run_are_no_strikes(world: World) -> None:
+    journal = Journal(world.run_dir, 5)
+    journal.append(IncidentFound(incident=agent_killed(world.run_dir, 1)))
+    journal.close()
+    event = IncidentFound(incident=agent_killed(world.run_dir, 2))
+    with world.run_dir.control.open("a") as file:
+        file.write(f"{JournalLine(sequence=1, token=4, time=utc_now(), event=event).model_dump_json()}\n")
+    assert evidence.strikes(world.run_dir, None) == {"node3": 1}
 
 
 @pytest.mark.parametrize(("first", "strikes"), [(FailureKind.CUDA_OOM, 1), (FailureKind.HANG, 2)])

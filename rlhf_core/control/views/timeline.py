@@ -10,7 +10,7 @@ from rlhf_core.files.whole import read_model
 from rlhf_core.launch.journal import RunRecord, fold, read_record
 from rlhf_core.render.timeline import FirstStep, Timeline, TimelineDecision, TimelineIncident
 from rlhf_core.run_dir.attempt import RestartDir
-from rlhf_core.run_dir.journal import read_journal, valid_lines
+from rlhf_core.run_dir.journal import read_journal
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.failures import Decision, Incident
@@ -31,7 +31,7 @@ def read_timeline(run_dir: RunDir) -> Timeline:
         JournalDamaged: a line of a journal cannot be read.
         OSError: the file system does not respond.
     """
-    lines = valid_lines(read_journal(run_dir.control))
+    lines = read_journal(run_dir.control)
     record = fold(lines)
     found, made = _of_run(run_dir, record, "")
     for check_id, trial in _trials(run_dir, record):
