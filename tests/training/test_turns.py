@@ -2,7 +2,9 @@
 
 import contextlib
 import os
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psutil
@@ -10,6 +12,7 @@ import pytest
 import torch
 from core_losses import policy_loss_of
 from core_models import char_tokenizer
+from process_tools import until
 from pydantic import ValidationError
 from turn_tools import TOOL_TEMPLATE
 
@@ -28,7 +31,7 @@ from rlhf_core.training.environments.functions import find_calls
 from rlhf_core.training.environments.pool import EnvironmentPool
 from rlhf_core.training.environments.server import TurnRequest
 from rlhf_core.training.rewards.functions import reward_arguments
-from rlhf_core.training.rewards.process import MARK_VARIABLE
+from rlhf_core.training.rewards.process import MARK_VARIABLE, start_marked
 from rlhf_core.training.rewards.scoring import Scores
 from rlhf_core.training.rollouts.base import Sampling, completion_of
 from rlhf_core.training.rollouts.seeds import sample_seed
@@ -197,6 +200,69 @@ def test_a_tool_that_harms_its_process_costs_one_answer() -> None:
         assert len(started_by_tools()) == 1, "the first process, which serves the next rollouts"
         assert pool.ask({0: call("add", one=2, other=2)}, no_beat)[0]["observations"][0]["content"] == "4"
     assert started_by_tools() == []
+
+
+def collected(pool: EnvironmentPool, number: int) -> dict[str, Any]:
+    """Reply to the request of one rollout, whatever the others do."""
+    found: dict[int, dict[str, Any]] = {}
+    while number not in found:
+        found |= pool.collect(0.1, no_beat)
+    assert list(found) == [number], "the others are still at work"
+    return found[number]
+
+
+def test_a_rollout_is_answered_while_others_wait_for_their_tools() -> None:
+    """Also while one reads nothing of a long request. What is given up is ended, and its process not used again."""
+    with pool_of(tools=["add", "misbehave"], timeout_s=600.0) as pool:
+        pool.ask({0: call("add", one=1, other=1)}, no_beat)
+        (process,) = pool._idle
+        os.kill(process.pid, signal.SIGSTOP)
+        pool.submit(0, call("misbehave", how="x" * (4 << 20)))
+        pool.submit(1, call("misbehave", how="fork"))
+        assert pool.collect(0.0, no_beat) == {}
+        for _ in range(2):
+            pool.submit(2, call("add", one=1, other=2))
+            assert collected(pool, 2)["observations"][0]["content"] == "3"
+        os.kill(process.pid, signal.SIGCONT)
+        assert collected(pool, 0)["observations"][0]["content"] == "after " + "x" * (4 << 20)
+        pool.submit(0, call("misbehave", how="endless"))
+        pool.collect(0.0, no_beat)
+        pool.release(no_beat)
+        assert len(started_by_tools()) == 1
+        assert pool.ask({0: call("add", one=2, other=2)}, no_beat)[0]["observations"][0]["content"] == "4"
+
+
+MORTAL = (
+    "import socket, sys, time; from rlhf_core.machine.parent_death import die_with_parent; die_with_parent(); "
+    "socket.socket(fileno=int(sys.argv[2])).sendall(b'x'); time.sleep(600)"
+)
+
+
+def test_processes_outlive_the_thread_that_needed_them() -> None:
+    """A rollout ahead of training has a thread of its own, in which the first process may have to be started again.
+
+    Negative control: a process that the thread starts itself ends with it.
+    """
+    requests = {0: call("add", one=1, other=1)}
+    with pool_of(tools=["add"]) as pool, ThreadPoolExecutor(1) as thread:
+        pool.ask(requests, no_beat)
+        assert pool.pid is not None
+        os.kill(pool.pid, signal.SIGKILL)
+        until(lambda: not started_by_tools())
+
+        def ask_again() -> Any:
+            assert pool.ask(requests, no_beat)[0]["failure"] == "ended its process"
+            found = pool.ask(requests, no_beat)
+            process, connection, _ = start_marked(MORTAL)
+            connection.recv(1)
+            return found, process
+
+        found, own = thread.submit(ask_again).result()
+        thread.shutdown()
+        assert own.wait() == -signal.SIGKILL
+        restarted = pool.pid
+        assert pool.ask(requests, no_beat) == found
+        assert pool.pid == restarted
 
 
 def test_tools_are_described_and_errors_are_observed() -> None:

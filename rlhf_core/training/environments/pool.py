@@ -1,4 +1,6 @@
-"""The trainer's side of tools and environments: processes that are asked side by side within a time limit.
+"""The trainer's side of tools and environments: processes that answer side by side, each within a time limit.
+
+A caller submits the requests of single rollouts and collects their replies, without waiting in between if it likes.
 
 A process has one environment at a time, from ``reset`` until the rollouts of a step are over, or answers one call of
 tools after another; then it is used again. Once one was lost, all are ended with everything that they started, and new
@@ -15,6 +17,7 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,11 +55,13 @@ class _Process:
     connection: socket.socket
     pid: int = 0
     deadline: float = 0.0
+    limit_s: float = 0.0
+    unsent: memoryview = field(default_factory=lambda: memoryview(b""))
     received: bytearray = field(default_factory=bytearray)
 
 
 class EnvironmentPool:
-    """Processes of the rollouts of one rank. Main thread only: they die with the thread that started them."""
+    """Processes of the rollouts of one rank, for one thread at a time."""
 
     def __init__(self, spec: TurnsSpec, output: int | None = None) -> None:
         """Start the first process, which imports the functions while the caller continues; none for a run without
@@ -70,9 +75,14 @@ class EnvironmentPool:
         self.has_reward = False
         """True if the environment returns the reward of a rollout."""
         self._spec, self._output = spec, output
+        self._waiting: deque[tuple[int, TurnRequest, float]] = deque()
+        self._active: dict[int, _Process] = {}
+        self._selector = selectors.EpollSelector()
         self._idle: list[_Process] = []
         self._environments: dict[int, _Process] = {}
         self._has_lost = False
+        # A process dies with the thread that started it, and a rollout ahead of training has a short-lived thread.
+        self._starter = ThreadPoolExecutor(1, "environments")
         self._server: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
         self._mark = ""
@@ -92,7 +102,7 @@ class EnvironmentPool:
             BadConfig: one of them cannot be imported.
         """
         if self._server is None or self._server.poll() is not None:
-            self.close()
+            self._end()
             self._start()
         if not self._is_loaded:
             answer = self._served(LOAD_TIMEOUT_S, beat)
@@ -126,38 +136,56 @@ class EnvironmentPool:
             beat: called at least every ``POLL_INTERVAL_S`` seconds.
             timeout_s: time limit of each; by default ``rollout.turns.timeout_s``.
         """
-        limit_s = self._spec.timeout_s if timeout_s is None else timeout_s
-        waiting, active, replies = deque(requests.items()), dict[int, _Process](), dict[int, Reply]()
-        with selectors.DefaultSelector() as selector:
-
-            def end(number: int, reply: Reply) -> None:
-                process = active.pop(number)
-                selector.unregister(process.connection)
-                replies[number] = reply
-                if reply.get("lost"):
-                    self._lose(number, process)
-                elif number not in self._environments:
-                    self._idle.append(process)
-
-            while waiting or active:
-                beat()
-                while waiting and len(active) < SIDE_BY_SIDE:
-                    number, request = waiting.popleft()
-                    active[number] = process = self._process(number, beat)
-                    selector.register(process.connection, selectors.EVENT_READ, number)
-                    process.deadline = time.monotonic() + limit_s
-                    if not _sent(process, request, limit_s):
-                        end(number, _lost("ended its process"))
-                for key, _ in selector.select(POLL_INTERVAL_S):
-                    if (reply := _received(active[key.data])) is not None:
-                        end(key.data, reply)
-                now = time.monotonic()
-                for number in [number for number, process in active.items() if process.deadline < now]:
-                    end(number, _lost(f"did not respond within {limit_s:.3g} s"))
+        for number, request in requests.items():
+            self.submit(number, request, timeout_s)
+        replies: dict[int, Reply] = {}
+        while len(replies) < len(requests):
+            beat()
+            replies |= self.collect(POLL_INTERVAL_S, beat)
         return replies
 
+    def submit(self, number: int, request: TurnRequest, timeout_s: float | None = None) -> None:
+        """Have the process of a rollout answer a request, once fewer than ``SIDE_BY_SIDE`` others are answering.
+
+        Args:
+            number: number of the rollout, which has no other request.
+            timeout_s: time limit of the answer, in seconds; by default ``rollout.turns.timeout_s``.
+        """
+        self._waiting.append((number, request, self._spec.timeout_s if timeout_s is None else timeout_s))
+
+    def collect(self, wait_s: float, beat: Callable[[], None]) -> dict[int, Reply]:
+        """Return the replies that have arrived, by number of the rollout.
+
+        Args:
+            wait_s: longest wait for the first of them, in seconds. Only the start of a first process takes longer, if
+                the one before has died.
+            beat: called during such a start.
+        """
+        replies: dict[int, Reply] = {}
+        while self._waiting and len(self._active) < SIDE_BY_SIDE:
+            self._send_next(beat)
+        for key, events in self._selector.select(wait_s):
+            process = self._active[key.data]
+            if events & selectors.EVENT_WRITE and _send(process):
+                self._selector.modify(process.connection, selectors.EVENT_READ, key.data)
+            if events & selectors.EVENT_READ and (reply := _received(process)) is not None:
+                replies[key.data] = self._finish(key.data, reply)
+        now = time.monotonic()
+        for number, process in list(self._active.items()):
+            if process.deadline < now:
+                replies[number] = self._finish(number, _lost(f"did not respond within {process.limit_s:.3g} s"))
+        return replies
+
+    @property
+    def descriptor(self) -> int:
+        """Descriptor that is readable once :meth:`collect` has something to return."""
+        return self._selector.fileno()
+
     def release(self, beat: Callable[[], None]) -> None:
-        """Free the processes of all rollouts for others; if one was lost, end all."""
+        """Free the processes of all rollouts for others; if one was lost, or has not answered yet, end all."""
+        self._waiting.clear()
+        for number in list(self._active):
+            self._finish(number, _lost("was given up"))
         self._idle += self._environments.values()
         self._environments.clear()
         if not self._has_lost:
@@ -167,10 +195,17 @@ class EnvironmentPool:
             with contextlib.suppress(OSError):
                 self._connection.sendall(b"e")
             if self._served(FORK_TIMEOUT_S, beat).get("failure"):
-                self.close()
+                self._end()
 
     def close(self) -> None:
         """End all processes with everything that they started."""
+        self._end()
+        self._starter.shutdown()
+        self._selector.close()
+
+    def _end(self) -> None:
+        for number in list(self._active):
+            self._finish(number, _lost("was given up"))
         self._forget()
         if self._server is not None:
             end_with_descendants(self._server, self._mark)
@@ -181,9 +216,26 @@ class EnvironmentPool:
         self._is_loaded = False
 
     def _start(self) -> None:
-        self._server, self._connection, self._mark = start_marked(
-            _START, self._spec.model_dump_json(), output=self._output
-        )
+        started = self._starter.submit(start_marked, _START, self._spec.model_dump_json(), output=self._output)
+        self._server, self._connection, self._mark = started.result()
+
+    def _send_next(self, beat: Callable[[], None]) -> None:
+        number, request, limit_s = self._waiting.popleft()
+        self._active[number] = process = self._process(number, beat)
+        process.limit_s, process.deadline = limit_s, time.monotonic() + limit_s
+        process.unsent = memoryview(packed(request))
+        is_sent = _send(process)
+        events = selectors.EVENT_READ if is_sent else selectors.EVENT_READ | selectors.EVENT_WRITE
+        self._selector.register(process.connection, events, number)
+
+    def _finish(self, number: int, reply: Reply) -> Reply:
+        process = self._active.pop(number)
+        self._selector.unregister(process.connection)
+        if reply.get("lost"):
+            self._lose(number, process)
+        elif number not in self._environments:
+            self._idle.append(process)
+        return reply
 
     def _process(self, number: int, beat: Callable[[], None]) -> _Process:
         """The process with the environment of a rollout, or one that is idle or new."""
@@ -198,6 +250,7 @@ class EnvironmentPool:
         self.await_loaded(beat)
         assert self._connection is not None
         own, other = socket.socketpair()
+        own.setblocking(False)
         with other, contextlib.suppress(OSError):  # without its process, the request is lost
             socket.send_fds(self._connection, [b"b"], [other.fileno()])
         return _Process(own)
@@ -232,13 +285,16 @@ class EnvironmentPool:
         return _lost(f"did not respond within {timeout_s:.3g} s")
 
 
-def _sent(process: _Process, request: TurnRequest, timeout_s: float) -> bool:
-    process.connection.settimeout(timeout_s)
+def _send(process: _Process) -> bool:
+    """Send what fits into the connection; True once nothing is left to send. A connection that is closed has nothing
+    left: reading from it tells."""
     try:
-        process.connection.sendall(packed(request))
-    except OSError:
+        process.unsent = process.unsent[process.connection.send(process.unsent) :]
+    except BlockingIOError:
         return False
-    return True
+    except OSError:
+        return True
+    return not process.unsent
 
 
 def _received(process: _Process) -> Reply | None:
