@@ -22,11 +22,12 @@ from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.reports import Phase, SampleLine
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.rollouts.base import Sampling
+from rlhf_core.training.rollouts.prompts import PromptList
 from rlhf_core.training.rollouts.seeds import sample_seed
 from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
 from rlhf_core.training.trainers import saving
 from rlhf_core.training.trainers.in_flight import kept_completions, stored_completions
-from rlhf_core.training.trainers.sampling import Prompt, PromptBatch, StepSampler
+from rlhf_core.training.trainers.sampling import BegunBatch, Prompt, PromptBatch, StepSampler
 from rlhf_core.training.types import Completion, Row
 
 pytestmark = [pytest.mark.training, pytest.mark.end_to_end]
@@ -215,10 +216,10 @@ def test_completions_are_saved_though_the_engines_are_lost() -> None:
     made = Completion([1, 2], "text", True, [-1.0, -2.0], weight_version=3)
     lost = EnginesLost("no rollout engine has served")
     training, loop = mock.Mock(), mock.Mock(**{"algorithm.sampling_rounds": 1})
-    training.rollouts.ahead.wait.side_effect = lost
-    training.rollouts.ahead.peek.return_value = {1: [made]}
+    training.rollouts.continuous.wait.side_effect = lost
     sampler = StepSampler(training, loop, mock.Mock())
-    sampler._request = PromptBatch(5, [Prompt(Row(uid, "", "", "", {}), [1], [1]) for uid in "ab"])
+    batch = PromptBatch(5, [Prompt(Row(uid, "", "", "", {}), [1], [1]) for uid in "ab"])
+    sampler._begun = BegunBatch(batch, mock.Mock(made={1: [made]}))
     stored = sampler.in_flight(False)
     assert stored is not None
     assert kept_completions([stored]) == {5: {"b": [made]}}
@@ -263,15 +264,17 @@ def test_what_is_left_when_all_engines_are_lost_is_sampled_with_the_next_weights
         trainer.load(tiny_model(seed=1), 1, no_beat)
         seeds = [[sample_seed(0, 2, str(prompt), index) for index in range(4)] for prompt in PROMPTS]
         gate = group.gate("decode", 1).close()
-        trainer.ahead.begin(PROMPTS, seeds, sampling, 1)
+        source = PromptList(PROMPTS, seeds, sampling)
+        trainer.continuous.begin(source, 1)
         until(gate.reached.exists)
-        until(lambda: trainer.ahead.peek())
+        until(lambda: source.made)
         for rank in range(2):
             group.kill(rank)
         gate.open()
         group.start_missing()
         trainer.load(tiny_model(seed=2), 2, no_beat)
-        made = trainer.ahead.collect(no_beat)
+        trainer.continuous.collect(no_beat)
+    made = source.results()
     assert {one.weight_version for group in made for one in group} == {1, 2}
     for version in (1, 2):
         alone = TransformersEngine(char_tokenizer())

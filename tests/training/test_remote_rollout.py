@@ -1,6 +1,7 @@
 """One rollout over real engine servers with a scripted sampler: texts, errors, tails and losses."""
 
 import asyncio
+import contextlib
 import dataclasses
 import threading
 import time
@@ -22,11 +23,12 @@ from rlhf_core.errors import DiskFull, EnginesLost, WeightSyncFailed
 from rlhf_core.schemas.engines import EngineAddress, EngineHealth, EngineRefusal, WeightsId
 from rlhf_core.schemas.rollouts import RemoteSettings
 from rlhf_core.training.distributed import Ranks
-from rlhf_core.training.rollouts.base import Sampling
+from rlhf_core.training.rollouts.base import PromptTask, Sampling
+from rlhf_core.training.rollouts.prompts import PromptList
 from rlhf_core.training.rollouts.remote import client as client_module
 from rlhf_core.training.rollouts.remote import failures as failures_module
 from rlhf_core.training.rollouts.remote.client import EngineClient, EngineUnusable
-from rlhf_core.training.rollouts.remote.dispatch import Dispatcher, PromptTask
+from rlhf_core.training.rollouts.remote.dispatch import Dispatcher
 from rlhf_core.training.rollouts.remote.engine import RemoteEngines
 from rlhf_core.training.rollouts.remote.rollout import POLL_S, RemoteRollout, check_interval_s
 from rlhf_core.training.rollouts.remote.senders import WeightPublisher
@@ -114,16 +116,18 @@ def engine(rank: int, sampler: ScriptedSampler, weights: WeightsId = WEIGHTS) ->
             serving.join()
 
 
-def rollout(clients: Sequence[EngineClient], num_prompts: int, **settings: Any) -> tuple[Dispatcher, RemoteRollout]:
+def rollout(
+    clients: Sequence[EngineClient], num_prompts: int, prompts: type[PromptList] = PromptList, **settings: Any
+) -> tuple[Dispatcher, RemoteRollout]:
     """A rollout of some prompts, numbered from 0, with 2 samples each."""
     ways: dict[str, Any] = {"beat": lambda: None, "restore": None, "are_restored": True, "may_leave": lambda: True}
     ways["interval_s"] = POLL_S
     ways |= {name: settings.pop(name) for name in tuple(settings) if name in ways}
     remote = RemoteSettings(**{"stall_timeout_s": 1.0, "start_timeout_s": 3.0, **settings})
-    tasks = [PromptTask(index, [index], [1, 2]) for index in range(num_prompts)]
-    dispatcher = Dispatcher(tasks, 1, 8)
+    numbers = range(num_prompts)
+    dispatcher = Dispatcher(prompts([[one] for one in numbers], [[1, 2] for _ in numbers], Sampling(1, 1.0, 8)))
     read = partial(without, clients)
-    made = RemoteRollout(dispatcher, WEIGHTS, Sampling(1, 1.0, 8), remote, read, **ways)
+    made = RemoteRollout(dispatcher, WEIGHTS, remote, read, **ways)
     return dispatcher, made
 
 
@@ -132,7 +136,7 @@ def without(clients: Iterable[EngineClient], ranks: Collection[int]) -> list[Eng
 
 
 def texts(dispatcher: Dispatcher) -> list[str]:
-    return [group[0].text for group in dispatcher.results()]
+    return [group[0].text for group in dispatcher.source.results()]
 
 
 BREAKING = "a\u2028b\u2029c\u0085d\x0be\x1cf\r\ng"
@@ -214,7 +218,7 @@ def test_completions_other_than_requested_are_refused(fault: str, monkeypatch: p
         dispatcher, run = rollout([client], 3)
         with pytest.raises(EnginesLost, match=r"given up after 8 .* expected 2 with weights of step 1"):
             asyncio.run(run.run())
-    assert not dispatcher.made
+    assert not dispatcher.source.made
     assert dispatcher.num_refused > 0
 
 
@@ -231,18 +235,42 @@ def test_an_engine_that_begins_to_serve_is_a_beat() -> None:
     assert len(beats) == 1
 
 
-def test_a_rank_that_stays_for_others_has_the_beats_of_the_engines() -> None:
-    beats = []
-    with engine(0, ScriptedSampler(delay_s=0.02)) as client:
-        others, long = rollout([client], 100)
-        own, short = rollout([client], 1, beat=lambda: beats.append(own.is_done), may_leave=lambda: others.is_done)
-        worker = threading.Thread(target=lambda: asyncio.run(long.run()))
-        worker.start()
-        asyncio.run(short.run())
-        worker.join()
-    assert own.is_done
-    assert others.is_done
-    assert sum(beats) >= 3, "beats after its own completions had arrived"
+class SlowTool(PromptList):
+    """Prompts after which a tool is at work for a number of polls."""
+
+    polls_left = 5
+
+    @property
+    def num_prompts(self) -> int:
+        """Number of prompts, with one that is only known once the tool has answered."""
+        return super().num_prompts + (self.polls_left > 0)
+
+    @property
+    def is_waiting(self) -> bool:  # type: ignore[override]  # of a list, nothing is ever at work
+        """True while the tool is at work."""
+        return self.polls_left > 0 and len(self.made) == super().num_prompts
+
+    def take(self, beat: Callable[[], None]) -> Sequence[PromptTask]:
+        """Poll the tool."""
+        self.polls_left -= self.is_waiting
+        return super().take(beat)
+
+
+@pytest.mark.parametrize("waits_for", ["a tool", "others", "nothing"])
+def test_a_rank_that_waits_for_a_tool_or_for_others_goes_on_beating(waits_for: str) -> None:
+    """No engine makes progress meanwhile, and a tool may take longer than a rank may be silent. Negative control: a
+    rank whose own prompts no engine takes is silent."""
+    beats: list[int] = []
+    leaves = [False] * 5 if waits_for == "others" else []
+    settings = {"beat": lambda: beats.append(1), "may_leave": lambda: not leaves or leaves.pop(), "interval_s": 60.0}
+    with engine(0, ScriptedSampler()) as client:
+        clients = [] if waits_for == "nothing" else [client]
+        prompts = SlowTool if waits_for == "a tool" else PromptList
+        dispatcher, run = rollout(clients, 1, prompts=prompts, start_timeout_s=1.0, **settings)
+        with contextlib.nullcontext() if clients else pytest.raises(EnginesLost):
+            asyncio.run(run.run())
+    assert dispatcher.is_done == bool(clients)
+    assert len(beats) >= 5 if clients else not beats
 
 
 @pytest.mark.parametrize("name", ["http_proxy", "all_proxy"])

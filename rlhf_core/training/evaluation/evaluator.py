@@ -34,7 +34,8 @@ from rlhf_core.training.models.causal_lm import PolicyModel
 from rlhf_core.training.models.embeddings import require_embeddings
 from rlhf_core.training.models.reward_model import RewardModel
 from rlhf_core.training.rewards.scoring import RewardScorer
-from rlhf_core.training.rollouts.base import RolloutEngine, Sampling
+from rlhf_core.training.rollouts.base import PromptSource, RolloutEngine, Sampling
+from rlhf_core.training.rollouts.prompts import PromptList
 from rlhf_core.training.rollouts.seeds import sample_seed
 from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
 from rlhf_core.training.types import Completion, Row
@@ -131,6 +132,18 @@ class Evaluator:
         if self.conversations is None:
             return self.rollouts.sample(prompts, seeds, sampling, version, beat)
         return self.conversations.sample(self.rollouts, rows, prompts, seeds, sampling, version, beat)
+
+    def source(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[Sequence[int]],
+        sampling: Sampling,
+    ) -> PromptSource:
+        """The same completions of a single turn for an engine that samples in parallel to training.
+
+        Args: as for :meth:`sample`.
+        """
+        return PromptList(prompts, seeds, sampling)
 
     def greedy_scores(
         self, model: PreTrainedModel, step: int, beat: Callable[[], None]

@@ -61,45 +61,110 @@ class WeightTransfer:
     """Number of engines that have confirmed the version to this rank."""
 
 
-class Ahead(Protocol):
-    """Sampling in parallel to training: one rollout at a time, with the weights that are current at its start.
+@dataclass(frozen=True)
+class PromptTask:
+    """One prompt with the seeds of its completions."""
 
+    index: int
+    """Number of the task, which identifies its answer."""
+    prompt: Sequence[int]
+    seeds: Sequence[int]
+
+
+class PromptSource(Protocol):
+    """The prompts of one rank, and their completions. Used by one thread at a time."""
+
+    @property
+    def sampling(self) -> Sampling:
+        """Settings of each task."""
+
+    @property
+    def num_prompts(self) -> int:
+        """Number of prompts that get completions; each takes one task or several."""
+
+    @property
+    def made(self) -> Mapping[int, list[Completion]]:
+        """Completions of the prompts that have all of theirs, by index of the prompt."""
+
+    @property
+    def is_waiting(self) -> bool:
+        """True while something other than an engine is at work for it, within a time limit of its own."""
+
+    @property
+    def descriptor(self) -> int | None:
+        """Descriptor that is readable once :meth:`take` may return more without an answer; None if it never does."""
+
+    def take(self, beat: Callable[[], None]) -> Sequence[PromptTask]:
+        """Return the tasks that have become known since the last call, without waiting for others.
+
+        Args:
+            beat: called if that takes longer nevertheless.
+
+        Raises:
+            ToolFailed: a rollout cannot go on, and the run shall end.
+        """
+
+    def answer(self, index: int, completions: Sequence[Completion]) -> None:
+        """Accept the completions of a task, once.
+
+        Raises:
+            ToolFailed: as in :meth:`take`.
+        """
+
+    def end(self, beat: Callable[[], None]) -> None:
+        """Free what the rollout held, at its end. What has been begun for prompts without their completions is
+        forgotten: :meth:`take` begins them anew."""
+
+    def results(self) -> list[list[Completion]]:
+        """Completions of all prompts, in order. Called once."""
+
+
+class ContinuousSampling(Protocol):
+    """Sampling of prompts some of which become known only while others are sampled.
+
+    It may also go on in parallel to training: one rollout at a time, with the weights that are current at its start.
     Loading the next version meanwhile is allowed: it waits for the rollout first.
     """
 
-    def begin(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]], sampling: Sampling, version: int
-    ) -> None:
-        """Begin sampling as ``RolloutEngine.sample`` does. Not collective.
-
-        Raises:
-            StaleWeights, ValueError: as in ``RolloutEngine.sample``.
-        """
-
-    def wait(self, beat: Callable[[], None]) -> None:
-        """Wait until every prompt that can be answered has been; returns at once if nothing was begun.
+    def sample(self, source: PromptSource, version: int, beat: Callable[[], None]) -> None:
+        """Sample until every prompt has its completions. Collective over the ranks, even without prompts.
 
         Args:
-            beat: called whenever an engine makes progress.
+            version: version of the weights to sample with.
+            beat: called whenever an engine makes progress, and while something else is at work for the source.
 
         Raises:
             EnginesLost: no engine serves requests, and none recovered in time.
+            StaleWeights: the current version is a different one.
+            ToolFailed: raised by the source.
+        """
+
+    def begin(self, source: PromptSource, version: int) -> None:
+        """Begin to sample in parallel to the caller, which leaves the source alone from here on. Not collective.
+
+        Raises:
+            StaleWeights: as in :meth:`sample`.
+        """
+
+    def wait(self, beat: Callable[[], None]) -> None:
+        """Wait until the rollout has ended: every prompt that can be answered has been. Returns at once if nothing was
+        begun.
+
+        Args:
+            beat: as for :meth:`sample`.
+
+        Raises:
+            EnginesLost, ToolFailed: as in :meth:`sample`, at every call.
         """
 
     def stop(self) -> None:
         """Stop the rollout soon, and wait for its end."""
 
-    def peek(self) -> Mapping[int, list[Completion]]:
-        """Completions available once the rollout has ended, by index of the prompt."""
-
-    def collect(self, beat: Callable[[], None]) -> list[list[Completion]]:
+    def collect(self, beat: Callable[[], None]) -> None:
         """Wait, then sample the prompts left over by restarted engines with the version now current. Collective.
 
-        Returns:
-            One list per prompt with one completion per seed, in the order given.
-
         Raises:
-            EnginesLost: as in :meth:`wait`.
+            EnginesLost, ToolFailed: as in :meth:`sample`.
         """
 
 
@@ -116,8 +181,9 @@ class RolloutEngine(Protocol):
         """Version of the current weights; None before the first."""
 
     @property
-    def ahead(self) -> Ahead | None:
-        """Sampling in parallel to training; None for an engine in the trainer's process, which cannot do both."""
+    def continuous(self) -> ContinuousSampling | None:
+        """Sampling of prompts that become known meanwhile, also in parallel to training; None for an engine in the
+        trainer's process, which cannot do both."""
 
     def load(self, model: PreTrainedModel, version: int, beat: Callable[[], None]) -> WeightTransfer | None:
         """Load the weights of ``model``. Collective over the trainer's ranks.

@@ -41,7 +41,7 @@ class TransformersEngine:
         self._tokenizer = tokenizer
         self._model: PreTrainedModel | None = None
         self.version: int | None = None
-        self.ahead = None
+        self.continuous = None
 
     def load(self, model: PreTrainedModel, version: int, beat: Callable[[], None]) -> None:
         """Sample with ``model`` itself from now on."""

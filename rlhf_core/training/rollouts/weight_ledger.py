@@ -10,7 +10,7 @@ from rlhf_core.files.appended import LineWriter
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.weight_sync import WeightSyncLine
 from rlhf_core.training.distributed import Ranks
-from rlhf_core.training.rollouts.base import Ahead, RolloutEngine, Sampling, WeightTransfer
+from rlhf_core.training.rollouts.base import ContinuousSampling, RolloutEngine, Sampling, WeightTransfer
 from rlhf_core.training.types import Completion
 
 
@@ -43,9 +43,9 @@ class RecordedEngine:
         return self._engine.version
 
     @property
-    def ahead(self) -> Ahead | None:
-        """Sampling in parallel to training, if the engine supports it."""
-        return self._engine.ahead
+    def continuous(self) -> ContinuousSampling | None:
+        """Sampling of prompts that become known meanwhile, if the engine supports it."""
+        return self._engine.continuous
 
     def load(self, model: PreTrainedModel, version: int, beat: Callable[[], None]) -> WeightTransfer | None:
         """Load the weights of ``model``; see :class:`rlhf_core.training.rollouts.base.RolloutEngine`.

@@ -148,8 +148,11 @@ class TrainingContext:
                 file.close()
 
     def leave(self) -> None:
-        """Let a checkpoint in progress finish, if it can, after an error that ends this process."""
+        """Let a checkpoint in progress finish, if it can, after an error that ends this process, and stop sampling
+        ahead before what it uses is closed."""
         self._saving.writer.leave()
+        if self.rollouts.continuous is not None:
+            self.rollouts.continuous.stop()
 
     def _sync_files(self) -> None:
         for file in (self._metrics_file, self._samples_file):

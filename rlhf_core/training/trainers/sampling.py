@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_core.errors import EnginesLost
+from rlhf_core.errors import EnginesLost, ToolFailed
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.training.algorithms.grpo import zero_std_groups
 from rlhf_core.training.algorithms.objective import SampledBatch
 from rlhf_core.training.rewards.scoring import Scores
-from rlhf_core.training.rollouts.base import Sampling
+from rlhf_core.training.rollouts.base import PromptSource, Sampling
 from rlhf_core.training.rollouts.seeds import sample_seed
 from rlhf_core.training.trainers.context import Loop, TrainingContext
 from rlhf_core.training.trainers.in_flight import kept_completions, stored_completions
@@ -45,6 +45,15 @@ class PromptBatch:
 
     step: int
     prompts: list[Prompt]
+
+
+@dataclass(frozen=True)
+class BegunBatch:
+    """Prompts that are being sampled ahead."""
+
+    batch: PromptBatch
+    source: PromptSource
+    """The same prompts, as the engines take them."""
 
 
 @dataclass(frozen=True)
@@ -123,8 +132,8 @@ class StepSampler:
         self._loop = loop
         self._model = model
         self._max_staleness = training.spec.rollout.max_staleness
-        self._ahead = training.rollouts.ahead if self._max_staleness else None
-        self._request: PromptBatch | None = None
+        self._ahead = training.rollouts.continuous if self._max_staleness else None
+        self._begun: BegunBatch | None = None
         self._saved = kept_completions(saved)
 
     def sample(self, step: TrainingStep) -> tuple["Rollout", list[int], list[int]]:
@@ -157,36 +166,38 @@ class StepSampler:
     @property
     def num_rows_ahead(self) -> int:
         """Number of rows taken for the next step, over all ranks."""
-        return self._loop.algorithm.rows_per_step if self._request is not None else 0
+        return self._loop.algorithm.rows_per_step if self._begun is not None else 0
 
     def in_flight(self, is_last: bool) -> dict[str, Any] | None:
         """This rank's completions for the next step, for a checkpoint; None if sampling has not begun.
 
-        If the engines are lost, these are the completions so far: the next step fails, after the checkpoint.
+        If the engines are lost, or a tool fails, these are the completions so far: the next step fails, after the
+        checkpoint.
 
         Args:
             is_last: the process ends after this checkpoint, so unfinished completions are not waited for.
         """
-        if self._ahead is None or self._request is None:
+        if self._ahead is None or self._begun is None:
             return None
         if is_last:
             self._ahead.stop()
         else:
             self._training.beat(Phase.ROLLOUT)
-            with contextlib.suppress(EnginesLost):
+            with contextlib.suppress(EnginesLost, ToolFailed):
                 self._ahead.wait(self._training.beating(Phase.ROLLOUT))
-        made = {self._request.prompts[index].row.uid: group for index, group in self._ahead.peek().items()}
-        return stored_completions(self._request.step, made)
+        batch = self._begun.batch
+        made = {batch.prompts[index].row.uid: group for index, group in self._begun.source.made.items()}
+        return stored_completions(batch.step, made)
 
     def _begin_next(self, step: TrainingStep) -> None:
         """Have the engines sample for the next step with the current weights."""
         if self._ahead is None or step.number == self._loop.last_step:
             return
-        request = self._next_prompts(step.number + 1, 0)
-        token_ids = [prompt.token_ids for prompt in request.prompts]
-        seeds = [prompt.seeds for prompt in request.prompts]
-        self._ahead.begin(token_ids, seeds, self._sampling(), step.number - 1)
-        self._request = request
+        batch = self._next_prompts(step.number + 1, 0)
+        _, token_ids, seeds = _parts(batch.prompts)
+        source = self._training.evaluator.source(token_ids, seeds, self._sampling())
+        self._ahead.begin(source, step.number - 1)
+        self._begun = BegunBatch(batch, source)
 
     # -----------------------------------------------------------------------------------------------------------------
     # One round
@@ -213,8 +224,8 @@ class StepSampler:
 
     def _first_completions(self, step: TrainingStep) -> tuple[PromptBatch, list[list[Completion]]]:
         """The prompts of a step and their completions: begun in the previous step, or sampled now."""
-        training, request = self._training, self._request
-        self._request = None
+        training, begun = self._training, self._begun
+        self._begun = None
         beat = training.beating(Phase.ROLLOUT)
         if self._ahead is not None:
             with step.timed("rollout"):
@@ -225,8 +236,11 @@ class StepSampler:
             training.rollouts.load(self._model, step.number - 1, training.beating(Phase.WEIGHT_SYNC))
         with step.timed("rollout"):
             training.beat(Phase.ROLLOUT)
-            if request is not None and self._ahead is not None:
-                return request, self._ahead.collect(beat)
+            if begun is not None and self._ahead is not None:
+                self._ahead.collect(beat)
+                completions = begun.source.results()
+                self._warn()
+                return begun.batch, completions
             saved, self._saved = self._saved.get(step.number, {}), {}
             request = self._next_prompts(step.number, 0)
             return request, self._complete(request, saved)
@@ -255,13 +269,16 @@ class StepSampler:
         if saved:
             self._training.ranks.log(f"{len(made)} of {len(request.prompts)} prompts were completed before the restart")
         beat, evaluator = self._training.beating(Phase.ROLLOUT), self._training.evaluator
-        rows, token_ids = [prompt.row for prompt in missing], [prompt.token_ids for prompt in missing]
-        seeds = [prompt.seeds for prompt in missing]
-        sampled = evaluator.sample(rows, token_ids, seeds, self._sampling(), version, beat)
-        if evaluator.conversations is not None:
-            self._training.warn(FailureKind.REWARD_FUNCTION, evaluator.conversations.take_warnings())
+        sampled = evaluator.sample(*_parts(missing), self._sampling(), version, beat)
+        self._warn()
         made |= {prompt.row.uid: group for prompt, group in zip(missing, sampled, strict=True)}
         return [made[prompt.row.uid] for prompt in request.prompts]
+
+    def _warn(self) -> None:
+        """Report tools and environments that were lost."""
+        if self._training.evaluator.conversations is not None:
+            warnings = self._training.evaluator.conversations.take_warnings()
+            self._training.warn(FailureKind.REWARD_FUNCTION, warnings)
 
     def _sampling(self) -> Sampling:
         rollout = self._training.spec.rollout
@@ -272,6 +289,15 @@ class StepSampler:
             self._training.end_ids,
             stop=rollout.stop_strings,
         )
+
+
+def _parts(prompts: Sequence[Prompt]) -> tuple[list[Row], list[list[int]], list[list[int]]]:
+    """Rows, tokens and seeds of prompts."""
+    return (
+        [prompt.row for prompt in prompts],
+        [prompt.token_ids for prompt in prompts],
+        [prompt.seeds for prompt in prompts],
+    )
 
 
 def _is_usable(group: Sequence[Completion], wanted: int, oldest: int) -> bool:

@@ -1,57 +1,61 @@
 """Dispatch of prompts to engines: the longest first, to the least loaded engine; each is answered exactly once."""
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
 
+from rlhf_core.training.rollouts.base import PromptSource, PromptTask
 from rlhf_core.training.types import Completion
 
 
-@dataclass(frozen=True)
-class PromptTask:
-    """One prompt with the seeds of its completions."""
-
-    index: int
-    """Index among the prompts."""
-    prompt: Sequence[int]
-    seeds: Sequence[int]
-
-
 class Dispatcher:
-    """The prompts of one rollout of a rank. Pure bookkeeping, without any communication."""
+    """The open tasks of one rollout of a rank. Pure bookkeeping, without any communication."""
 
-    def __init__(self, tasks: Sequence[PromptTask], max_new_tokens: int, window: int, rank: int = 0) -> None:
+    def __init__(self, source: PromptSource, rank: int = 0) -> None:
         """Args:
-        window: maximum number of completions requested from an engine at once.
+        source: prompts to sample; an engine is asked for at most ``source.sampling.batch_size`` completions at once.
         rank: rank whose prompts they are. Among equal engines, it begins where those of the ranks before it end, as all
             ranks have the same number of prompts: otherwise few prompts per rank would leave many engines idle.
         """
-        self.made: dict[int, list[Completion]] = {}
-        """Completions by prompt."""
+        self.source = source
         self.num_moved = 0
-        """Number of prompts sent again to another engine."""
+        """Number of tasks sent again to another engine."""
         self.num_refused = 0
         """Number of completions that were not used."""
-        self._max_new_tokens = max_new_tokens
-        self._window = window
-        self._first = rank * len(tasks)
-        self._tasks = {task.index: task for task in tasks}
+        self._max_new_tokens = source.sampling.max_new_tokens
+        self._window = source.sampling.batch_size
+        self._next = rank * source.num_prompts
+        self._tasks: dict[int, PromptTask] = {}
         self._pending: list[int] = []
-        self._enqueue(self._tasks)
         self._outstanding: dict[int, set[int]] = {}
 
     @property
     def is_done(self) -> bool:
-        """True once every prompt is answered."""
-        return len(self.made) == len(self._tasks)
+        """True once every prompt has its completions."""
+        return not self.num_missing
+
+    @property
+    def num_missing(self) -> int:
+        """Number of prompts without their completions."""
+        return self.source.num_prompts - len(self.source.made)
+
+    def refill(self, beat: Callable[[], None]) -> None:
+        """Take the tasks that have become known.
+
+        Raises:
+            ToolFailed: raised by the source.
+        """
+        tasks = {task.index: task for task in self.source.take(beat)}
+        if tasks:
+            self._tasks |= tasks
+            self._enqueue(tasks)
 
     def outstanding(self, engine: int) -> frozenset[int]:
-        """Prompts sent to an engine and not yet answered."""
+        """Tasks sent to an engine and not yet answered."""
         return frozenset(self._outstanding.get(engine, ()))
 
     def assign(self, engines: Collection[int]) -> dict[int, list[PromptTask]]:
-        """Assign the waiting prompts to ready engines, as far as their windows have room.
+        """Assign the waiting tasks to ready engines, as far as their windows have room.
 
-        An engine without work takes a prompt whatever its size.
+        An engine without work takes a task whatever its size.
         """
         dealt: dict[int, list[PromptTask]] = {}
         load = {engine: sum(map(self._cost, self.outstanding(engine))) for engine in engines}
@@ -62,7 +66,8 @@ class Dispatcher:
             room = [engine for engine in engines if not count[engine] or count[engine] + size <= self._window]
             if not room:
                 break
-            engine = min(room, key=lambda one: (load[one], (one - self._first) % (max(load) + 1)))
+            engine = min(room, key=lambda one: (load[one], (one - self._next) % (max(load) + 1)))
+            self._next = engine + 1
             self._pending.pop(0)
             self._outstanding.setdefault(engine, set()).add(index)
             load[engine] += self._cost(index)
@@ -71,20 +76,24 @@ class Dispatcher:
         return dealt
 
     def answer(self, engine: int, index: int, completions: Sequence[Completion]) -> bool:
-        """Record the answer of an engine to one prompt.
+        """Record the answer of an engine to one task.
 
         Returns:
-            False if it is refused: the prompt was not assigned to this engine, or is already answered.
+            False if it is refused: the task was not assigned to this engine, or is already answered.
+
+        Raises:
+            ToolFailed: raised by the source.
         """
         if index not in self._outstanding.get(engine, ()):
             self.num_refused += len(completions)
             return False
         self._outstanding[engine].discard(index)
-        self.made[index] = list(completions)
+        del self._tasks[index]
+        self.source.answer(index, completions)
         return True
 
     def requeue(self, engine: int, indices: Collection[int]) -> None:
-        """Take prompts back from an engine that has not answered them."""
+        """Take tasks back from an engine that has not answered them."""
         own = self._outstanding.get(engine, set())
         back = own & set(indices)
         own -= back
@@ -92,19 +101,17 @@ class Dispatcher:
         self._enqueue(back)
 
     def recall(self) -> None:
-        """Take back all assigned prompts, which then wait for another rollout."""
+        """Take back all assigned tasks, which then wait for engines with the same weights."""
         back = set[int]().union(*self._outstanding.values())
         self._outstanding.clear()
         self._enqueue(back)
 
-    @property
-    def num_missing(self) -> int:
-        """Number of unanswered prompts."""
-        return len(self._tasks) - len(self.made)
-
-    def results(self) -> list[list[Completion]]:
-        """Completions of all prompts, in order."""
-        return [self.made[index] for index in sorted(self._tasks)]
+    def end(self, beat: Callable[[], None]) -> None:
+        """End the rollout. Open tasks are forgotten: in another rollout, their prompts are begun anew."""
+        self._outstanding.clear()
+        self._pending.clear()
+        self._tasks.clear()
+        self.source.end(beat)
 
     def counts(self) -> Mapping[str, int]:
         """Metrics of the rollout."""
@@ -114,7 +121,7 @@ class Dispatcher:
         self._pending = sorted([*self._pending, *indices], key=lambda index: (-self._cost(index), index))
 
     def _cost(self, index: int) -> int:
-        """Maximum number of tokens of a prompt and its completions."""
+        """Maximum number of tokens of the prompt of a task and its completions."""
         task = self._tasks[index]
         return len(task.prompt) + len(task.seeds) * self._max_new_tokens
 

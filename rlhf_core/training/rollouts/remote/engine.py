@@ -13,10 +13,11 @@ from transformers import PreTrainedModel
 
 from rlhf_core.errors import EnginesLost
 from rlhf_core.training.distributed import Ranks
-from rlhf_core.training.rollouts.base import Sampling, WeightTransfer, require_prompts, require_version
-from rlhf_core.training.rollouts.remote.background import RolloutAhead
+from rlhf_core.training.rollouts.base import PromptSource, Sampling, WeightTransfer, require_version
+from rlhf_core.training.rollouts.prompts import PromptList
+from rlhf_core.training.rollouts.remote.background import ContinuousRollouts
 from rlhf_core.training.rollouts.remote.client import EngineClient
-from rlhf_core.training.rollouts.remote.dispatch import Dispatcher, PromptTask
+from rlhf_core.training.rollouts.remote.dispatch import Dispatcher
 from rlhf_core.training.rollouts.remote.registry import EngineRegistry
 from rlhf_core.training.rollouts.remote.rollout import RemoteRollout, check_interval_s
 from rlhf_core.training.rollouts.remote.weights import EngineWeights
@@ -39,7 +40,7 @@ class RemoteEngines:
         self._weights = EngineWeights(context, ranks, self._registry)
         self._num_rollouts = 0
         self._counts = dict.fromkeys(COUNTS, 0.0)
-        self.ahead = RolloutAhead(self._dispatcher, self._rollout, self._finish)
+        self.continuous = ContinuousRollouts(self._dispatcher, self._rollout, self._complete, self._finish)
 
     @property
     def version(self) -> int | None:
@@ -65,8 +66,8 @@ class RemoteEngines:
         """Wait for the rollouts ahead of all ranks, before weights are sent: engines with the next version would refuse
         another rank's prompts. Collective."""
         beat()  # its phase tells the agent that silence from here on may be a wait for engines
-        if self.ahead.is_begun:
-            self.ahead.wait(beat)
+        if self.continuous.is_begun:
+            self.continuous.wait(beat)
             self._ranks.barrier()
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -85,32 +86,27 @@ class RemoteEngines:
         Raises:
             EnginesLost: no engine serves requests, and none recovered in time.
         """
-        return self._complete(self._dispatcher(prompts, seeds, sampling, version), sampling, beat)
+        source = PromptList(prompts, seeds, sampling)
+        self.continuous.sample(source, version, beat)
+        return source.results()
 
-    def _dispatcher(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]], sampling: Sampling, version: int
-    ) -> Dispatcher:
+    def _dispatcher(self, source: PromptSource, version: int) -> Dispatcher:
         require_version(self.version, version)
-        require_prompts(prompts, seeds)
-        tasks = [PromptTask(index, *one) for index, one in enumerate(zip(prompts, seeds, strict=True))]
-        return Dispatcher(tasks, sampling.max_new_tokens, sampling.batch_size, rank=self._ranks.rank)
+        return Dispatcher(source, rank=self._ranks.rank)
 
-    def _run(self, dispatcher: Dispatcher, sampling: Sampling, beat: Callable[[], None]) -> None:
+    def _run(self, dispatcher: Dispatcher, beat: Callable[[], None]) -> None:
         """Sample the unanswered prompts with the current weights, which the model still holds."""
         self._num_rollouts += 1
         if self._weights.is_split:
-            rollout = self._rollout(dispatcher, sampling, beat)
+            rollout = self._rollout(dispatcher, beat)
         else:
             restore = partial(self._weights.restore, beat) if self._ranks.is_first else None
-            rollout = self._rollout(
-                dispatcher, sampling, beat, restore, are_restored=True, may_leave=self._exit_barrier()
-            )
+            rollout = self._rollout(dispatcher, beat, restore, are_restored=True, may_leave=self._exit_barrier())
         asyncio.run(rollout.run())
 
     def _rollout(
         self,
         dispatcher: Dispatcher,
-        sampling: Sampling,
         beat: Callable[[], None],
         restore: Callable[[EngineClient], None] | None = None,
         *,
@@ -121,7 +117,6 @@ class RemoteEngines:
         return RemoteRollout(
             dispatcher,
             self._weights.id,
-            sampling,
             self._spec.remote,
             self._registry.clients,
             beat=beat,
@@ -131,23 +126,27 @@ class RemoteEngines:
             interval_s=check_interval_s(self._spec.engines, self._ranks.num_ranks),
         )
 
-    def _finish(self, dispatcher: Dispatcher, sampling: Sampling, beat: Callable[[], None]) -> list[list[Completion]]:
-        """Completions of a finished background rollout, after sampling its leftover prompts. Collective."""
+    def _finish(self, dispatcher: Dispatcher, beat: Callable[[], None]) -> None:
+        """Sample what a finished background rollout has left over. Collective."""
         if self._is_answered(dispatcher):
-            return self._results(dispatcher)
-        return self._complete(dispatcher, sampling, beat)
+            self._count(dispatcher)
+        else:
+            self._complete(dispatcher, beat)
 
-    def _complete(self, dispatcher: Dispatcher, sampling: Sampling, beat: Callable[[], None]) -> list[list[Completion]]:
+    def _complete(self, dispatcher: Dispatcher, beat: Callable[[], None]) -> None:
         """Sample the unanswered prompts. Collective.
 
         Raises:
             EnginesLost: no engine serves requests, or all were restarted too often.
+            ToolFailed: raised by the source of the prompts.
         """
         for _ in range(MAX_RESTARTS):
-            self._run(dispatcher, sampling, beat)
+            self._run(dispatcher, beat)
             # If the model is not split, an engine that comes back gets the weights while the rollout waits.
             if not self._weights.is_split or self._is_answered(dispatcher):
-                return self._results(dispatcher)
+                dispatcher.end(beat)
+                self._count(dispatcher)
+                return
             self._wait_for_rollouts(beat)
             self._weights.load_again(beat)
         raise EnginesLost(
@@ -155,10 +154,9 @@ class RemoteEngines:
             f"{MAX_RESTARTS} times in one rollout. See the logs of the group rollout"
         )
 
-    def _results(self, dispatcher: Dispatcher) -> list[list[Completion]]:
+    def _count(self, dispatcher: Dispatcher) -> None:
         for name, count in dispatcher.counts().items():
             self._counts[name] += count
-        return dispatcher.results()
 
     def _is_answered(self, dispatcher: Dispatcher) -> bool:
         """True if no rank has prompts left. Collective."""
@@ -191,5 +189,5 @@ class RemoteEngines:
 
     def close(self) -> None:
         """Release the resources of the weight sync; the engines end with their group."""
-        self.ahead.stop()
+        self.continuous.stop()
         self._weights.close()

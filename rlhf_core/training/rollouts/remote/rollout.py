@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
 
 import httpx
@@ -19,10 +19,10 @@ from rlhf_core.schemas.engines import (
     WeightsId,
 )
 from rlhf_core.schemas.rollouts import RemoteSettings
-from rlhf_core.training.rollouts.base import Sampling
+from rlhf_core.training.rollouts.base import PromptTask
 from rlhf_core.training.rollouts.http_clients import async_engine_http
 from rlhf_core.training.rollouts.remote.client import EngineClient, EngineUnusable
-from rlhf_core.training.rollouts.remote.dispatch import Dispatcher, PromptTask
+from rlhf_core.training.rollouts.remote.dispatch import Dispatcher
 from rlhf_core.training.rollouts.remote.failures import EngineFailures
 from rlhf_core.training.types import Completion
 
@@ -60,7 +60,6 @@ class RemoteRollout:
         self,
         dispatcher: Dispatcher,
         weights: WeightsId,
-        sampling: Sampling,
         settings: RemoteSettings,
         clients: Callable[[Collection[int]], Collection[EngineClient]],
         *,
@@ -72,7 +71,8 @@ class RemoteRollout:
     ) -> None:
         """Args:
         clients: returns the currently registered engines, without those of the given ranks.
-        beat: called whenever an engine makes progress or begins to serve.
+        beat: called whenever an engine makes progress or begins to serve, and at every look at tools that are at work
+            or, once all prompts are answered, at the other ranks: neither wait is one for this rank.
         restore: sends the weights to an engine that came back; None if this rank cannot.
         are_restored: True if some rank sends the weights to such engines during the rollout; False if none can.
         may_leave: called once all prompts are answered; False while other ranks may need this one.
@@ -80,7 +80,6 @@ class RemoteRollout:
         """
         self._dispatcher = dispatcher
         self._weights = weights
-        self._sampling = sampling
         self._settings = settings
         self._clients = clients
         self._beat = beat
@@ -102,7 +101,7 @@ class RemoteRollout:
         self._wake = asyncio.Event()
 
     def stop(self) -> None:
-        """Stop the rollout soon, from another thread; prompts answered by then stay with the dispatcher."""
+        """Stop the rollout soon, from another thread; prompts answered by then stay with their source."""
         self._is_stopped = True
 
     async def run(self) -> None:
@@ -111,13 +110,14 @@ class RemoteRollout:
 
         Raises:
             EnginesLost: no engine served requests for too long, or several failed on one prompt.
+            ToolFailed: raised by the source of the prompts.
         """
         watchers: dict[int, asyncio.Task[None]] = {}
         clients: Collection[EngineClient] = ()
         read_at_s, begun_s = -math.inf, time.monotonic()
         async with async_engine_http() as http:
             try:
-                while not (self._dispatcher.is_done and self._may_leave()):
+                while not self._is_over():
                     lost = [rank for rank, watcher in watchers.items() if watcher.done()]
                     for rank in lost:
                         del watchers[rank]
@@ -134,7 +134,7 @@ class RemoteRollout:
                     if self._checked >= {one.start for one in clients} or time.monotonic() - begun_s > FIRST_CHECKS_S:
                         self._deal(http)
                     self._require_an_engine()
-                    with contextlib.suppress(TimeoutError):
+                    with self._woken_by_tools(), contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(self._wake.wait(), POLL_S)
                     self._wake.clear()
                     _finished(watchers.values())
@@ -143,6 +143,29 @@ class RemoteRollout:
             finally:
                 await _cancel_all([*watchers.values(), *(task for tasks in self._requests.values() for task in tasks)])
                 self._dispatcher.recall()
+
+    def _is_over(self) -> bool:
+        """Take the tasks that have become known; True if none will follow and this rank may leave."""
+        self._dispatcher.refill(self._beat)
+        is_done = self._dispatcher.is_done
+        if is_done and self._may_leave():
+            return True
+        if is_done or self._dispatcher.source.is_waiting:
+            self._beat()
+        return False
+
+    @contextlib.contextmanager
+    def _woken_by_tools(self) -> Iterator[None]:
+        """Wake the loop during the block once the source has more tasks."""
+        loop, descriptor = asyncio.get_running_loop(), self._dispatcher.source.descriptor
+        if descriptor is None:
+            yield
+            return
+        loop.add_reader(descriptor, self._wake.set)
+        try:
+            yield
+        finally:
+            loop.remove_reader(descriptor)
 
     def _is_stranded(self, clients: Collection[EngineClient]) -> bool:
         """True if engines have other weights and will keep them, and all others have not responded for long."""
@@ -190,9 +213,8 @@ class RemoteRollout:
         seen, busy = self._progress.get(start), bool(self._dispatcher.outstanding(rank))
         if seen is None or health.progress != seen.count:
             self._progress[start] = _Progress(health.progress, now_s)
-            # A rank that has all of its completions may have to stay for the others, whose prompts the engines work on.
-            # One that waited for an engine begins another wait once the engine has its weights.
-            if busy or self._dispatcher.is_done or rank not in self._ready:
+            # A rank that waited for an engine begins another wait once the engine has its weights.
+            if busy or rank not in self._ready:
                 self._beat()
         elif not busy and not (seen.is_stalled and health.num_waiting):
             seen.at_s, seen.is_stalled = now_s, False
@@ -249,7 +271,7 @@ class RemoteRollout:
     async def _request(self, http: httpx.AsyncClient, client: EngineClient, tasks: Collection[PromptTask]) -> None:
         rank = client.address.rank
         prompts = tuple(PromptRequest(index=t.index, prompt=tuple(t.prompt), seeds=tuple(t.seeds)) for t in tasks)
-        request = SampleRequest(weights=self._weights, prompts=prompts, **asdict(self._sampling))
+        request = SampleRequest(weights=self._weights, prompts=prompts, **asdict(self._dispatcher.source.sampling))
         unanswered = {task.index: len(task.seeds) for task in tasks}
         try:
             async for made in client.sample(http, request):

@@ -85,7 +85,7 @@ class VllmEngine:
         self._is_split = tensor_parallel > 1
         self._end_ids = end_ids_of(folder, tokenizer)
         self.version: int | None = None
-        self.ahead = None
+        self.continuous = None
         os.environ.update({**_environment(settings, dtype, on_gpu), **variables})
         if not on_gpu:
             torch._dynamo.config.disable = True  # the variable is too late where torch's compiler is already imported
