@@ -164,7 +164,7 @@ bench-sync: $(VENV)/.test-ready
 	$(BIN)/python tests/benchmarks/bench_delta.py
 	$(BIN)/python tests/benchmarks/bench_sync.py --senders 1 2 4 --sender-rate 250 --rates 1000 --models small --engines 1 2
 
-# Rollouts over one and two engines of their own, prefix caching, and the tail. Options: make bench-rollout ROLLOUT="--repeats 3"
+# Rollouts over one and two engines of their own, several turns, prefix caching, and the tail. Options: make bench-rollout ROLLOUT="--repeats 3"
 bench-rollout: $(VENV)/.test-ready
 	$(BIN)/python tests/benchmarks/bench_rollout.py $(ROLLOUT)
 

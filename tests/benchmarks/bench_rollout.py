@@ -1,7 +1,7 @@
-"""Rollouts over engines in separate processes: tokens per second, the benefit of prefix caching, and the tail.
+"""Rollouts over engines in separate processes: tokens per second, prefix caching, the tail, and several turns.
 
     make bench-rollout
-    python tests/benchmarks/bench_rollout.py [--kinds transformers vllm] [--repeats 5]
+    python tests/benchmarks/bench_rollout.py [--kinds transformers vllm] [--figures engines turns caching] [--repeats 5]
 
 Each engine has one core to itself, as far as this program, which sends and receives, and other work on the machine
 permit. Rows that are compared are measured in turns, with other prompts in every turn, after a turn that does not
@@ -10,6 +10,8 @@ count; figures are medians. The load is the machine's average over a minute, bef
 Share of the ideal: tokens/s with two engines divided by twice those with one. Prefix caching: groups of 8 completions
 of prompts of 512 to 1024 tokens, with vLLM. Tail: the time in which the last tenth of the prompts is answered, divided
 by that of the rollout, for prompts whose lengths have a heavy tail; longest first as in a run, and in the given order.
+Several turns: 32 rollouts of four turns with an environment whose answers take unevenly long (``uneven_tools.py``), in
+rounds and with each rollout going on by itself, over two engines.
 """
 
 import argparse
@@ -19,17 +21,33 @@ import random
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rollout_load import MAX_NEW_TOKENS, MAX_PROMPT_TOKENS, Load, OrderGivenDispatcher, Round, rollout, running_engines
+from rollout_load import (
+    MAX_NEW_TOKENS,
+    MAX_PROMPT_TOKENS,
+    TURNS,
+    Load,
+    OrderGivenDispatcher,
+    Round,
+    rollout,
+    rollout_of_turns,
+    running_engines,
+)
 
+from rlhf_core.training.environments.pool import EnvironmentPool
 from rlhf_core.training.rollouts.base import Sampling
 
 GROUP_SIZE = 8
 WINDOW = 32
 """Completions that an engine generates at once."""
+TURNS_TOKENS = 260
+"""Tokens of four turns and the observations between them, at most."""
+TURN_ENDS = tuple("aeiou0123")
+"""Strings that end a turn; of the random model, after a dozen tokens on average."""
 Measure = Callable[[int], Round]
 """Function that makes one rollout of the turn with this number."""
 
@@ -103,6 +121,39 @@ def compare_engines(kind: str, cores: Sequence[int], repeats: int, root: Path) -
     row(kind, "seconds of these", f"{given:.2f}", f"{longest:.2f}", f"{longest / given:.2f}", before)
 
 
+def turns_load(turn: int) -> Load:
+    """Prompts of 32 rollouts of several turns."""
+    load = load_of([16] * 16, turn, TURNS_TOKENS, group_size=2)
+    return replace(load, sampling=replace(load.sampling, stop=TURN_ENDS))
+
+
+def compare_turns(kind: str, cores: Sequence[int], repeats: int, root: Path) -> None:
+    """Row of rollouts of several turns in rounds, and with each going on by itself."""
+    with (
+        running_engines(root, cores[:2], engine=kind) as engines,
+        contextlib.closing(EnvironmentPool(TURNS)) as pool,
+    ):
+        two = engines.trainer(2)
+        pool.describe(lambda: None)
+        before = os.getloadavg()[0]
+        found = in_turns(
+            {
+                "rounds": lambda turn: rollout_of_turns(two, turns_load(turn), pool, in_rounds=True),
+                "continuous": lambda turn: rollout_of_turns(two, turns_load(turn), pool, in_rounds=False),
+            },
+            repeats,
+        )
+    slow, quick = (median_of(rounds, lambda made: made.seconds) for rounds in found.values())
+    row(
+        kind,
+        "seconds of several turns, in rounds and continuous",
+        f"{slow:.2f}",
+        f"{quick:.2f}",
+        f"{slow / quick:.1f} x faster",
+        before,
+    )
+
+
 def compare_caching(cores: Sequence[int], repeats: int, root: Path) -> None:
     """Row of one vLLM engine without and one with prefix caching."""
     with contextlib.ExitStack() as stack:
@@ -138,6 +189,7 @@ def row(kind: str, what: str, first: str, second: str, ratio: str, load_before: 
     print(f"| {kind} | {what} | {first} | {second} | {ratio} | {load} |", flush=True)
 
 
+FIGURES = ["engines", "turns", "caching"]
 HEAD = """| engine | figure | first | second | ratio | load |
 |---|---|---|---|---|---|"""
 
@@ -146,6 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kinds", nargs="+", default=["transformers", "vllm"], choices=["transformers", "vllm"])
+    parser.add_argument("--figures", nargs="+", default=FIGURES, choices=FIGURES)
     parser.add_argument("--repeats", type=int, default=5)
     chosen = parser.parse_args(arguments)
     cores = sorted(os.sched_getaffinity(0))
@@ -156,8 +209,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(HEAD, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         for kind in chosen.kinds:
-            compare_engines(kind, cores, chosen.repeats, Path(folder) / kind)
-        if "vllm" in chosen.kinds:
+            if "engines" in chosen.figures:
+                compare_engines(kind, cores, chosen.repeats, Path(folder) / kind)
+            if "turns" in chosen.figures:
+                compare_turns(kind, cores, chosen.repeats, Path(folder) / f"{kind}-turns")
+        if "vllm" in chosen.kinds and "caching" in chosen.figures:
             compare_caching(cores, chosen.repeats, Path(folder) / "caching")
     dist.destroy_process_group()
 

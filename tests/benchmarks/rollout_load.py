@@ -26,13 +26,16 @@ from rank_launcher import make_context, tiny_spec
 
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import Role
+from rlhf_core.schemas.rollouts import TurnsSpec
 from rlhf_core.training.distributed import Ranks
+from rlhf_core.training.environments.conversations import Conversations
+from rlhf_core.training.environments.pool import EnvironmentPool
 from rlhf_core.training.rollouts.base import Sampling
 from rlhf_core.training.rollouts.remote import engine as remote
 from rlhf_core.training.rollouts.remote.dispatch import Dispatcher
 from rlhf_core.training.rollouts.remote.engine import RemoteEngines
 from rlhf_core.training.rollouts.server.process import run_engine
-from rlhf_core.training.types import Completion, NullReporter
+from rlhf_core.training.types import Completion, NullReporter, Row
 
 MODEL: dict[str, Any] = {
     "model_type": "qwen3",
@@ -50,6 +53,7 @@ MODEL: dict[str, Any] = {
 MAX_PROMPT_TOKENS = 1024
 MAX_NEW_TOKENS = 64
 SPEC = "bench_spec.json"
+TURNS = TurnsSpec(environment="uneven_tools:Uneven", max_turn_tokens=64)
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,18 @@ def rollout(trainer: RemoteEngines, load: Load, dispatcher: type[TimedDispatcher
     assert not counts["rollout/moved_prompts"], "an engine was lost: these times would be meaningless"
     num_tokens = sum(len(completion.token_ids) for group in groups for completion in group)
     return Round(seconds, num_tokens, [end - begin for end in made[0].ends])
+
+
+def rollout_of_turns(trainer: RemoteEngines, load: Load, pool: EnvironmentPool, *, in_rounds: bool) -> Round:
+    """Sample rollouts of several turns once, with version 1, which is in force."""
+    ranks = Ranks(0, 1, torch.device("cpu"), NullReporter(), dist.HashStore())
+    conversations = Conversations(TURNS, ranks, pool, char_tokenizer(), {}, ())
+    rows = [Row(f"{index}", "", "", "", {}) for index in range(len(load.prompts))]
+    engine = mock.Mock(sample=trainer.sample, continuous=None if in_rounds else trainer.continuous)
+    begin = time.perf_counter()
+    groups = conversations.sample(engine, rows, load.prompts, load.seeds, load.sampling, 1, _no_beat)
+    seconds = time.perf_counter() - begin
+    return Round(seconds, sum(len(made.sampled_ids) for group in groups for made in group), [])
 
 
 @dataclass(frozen=True)

@@ -95,19 +95,25 @@ def assert_ends_with_stop_strings(sample: Callable[[Sampling], list[list[Complet
     assert kinds == {True, False}
 
 
+@contextmanager
+def conversations_of(ranks: Ranks, environment: str, **settings: Any) -> Iterator[Conversations]:
+    """Sampling of several turns with an environment of ``turn_tools``."""
+    spec = TurnsSpec(environment=f"turn_tools:{environment}", max_turn_tokens=8, **settings)
+    with closing(EnvironmentPool(spec)) as pool:
+        pool.describe(no_beat)
+        yield Conversations(spec, ranks, pool, char_tokenizer(), {}, ())
+
+
 def assert_takes_turns(engine: RolloutEngine, model: Any, version: int, ranks: Ranks) -> None:
     """Rollouts of several turns equal those of transformers: every turn follows the tokens that were sampled."""
     tokenizer, peer = char_tokenizer(), TransformersEngine(char_tokenizer())
-    turns = TurnsSpec(environment="turn_tools:Dice", max_turns=3, max_turn_tokens=8)
     prompts, seeds = [[40, 41, 42], [50]], [[7, 8], [9]]
     for one in (engine, peer):
         one.load(model, version, no_beat)
     whole = peer.sample(prompts, seeds, Sampling(8, 0.0, 8), version, no_beat)
     stop = tuple({tokenizer.decode(made.token_ids[2:4]) for made in chain.from_iterable(whole)})
     sampling = Sampling(48, 0.0, 8, stop=stop)
-    with closing(EnvironmentPool(turns)) as pool:
-        pool.describe(no_beat)
-        conversations = Conversations(turns, ranks, pool, tokenizer, {}, ())
+    with conversations_of(ranks, "Dice", max_turns=3) as conversations:
         rows = [Row(f"u{index}", "", "", "", {}) for index in range(2)]
         found, expected = (
             conversations.sample(one, rows, prompts, seeds, sampling, version, no_beat) for one in (engine, peer)

@@ -1,11 +1,16 @@
 """Rollouts of several turns: tokens and masks, tools and environments in their processes, and the loop of turns."""
 
 import contextlib
+import itertools
 import os
+import random
+import select
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -26,14 +31,17 @@ from rlhf_core.training.data.chat import with_tools
 from rlhf_core.training.data.loading import prompt_tokens
 from rlhf_core.training.data.tokenizers import build_tokenizer
 from rlhf_core.training.distributed import Ranks
-from rlhf_core.training.environments.conversations import Conversations, derived_seed
+from rlhf_core.training.environments import turn_source
+from rlhf_core.training.environments.conversations import Conversations
 from rlhf_core.training.environments.functions import find_calls
+from rlhf_core.training.environments.open_rollout import OpenRollout, derived_seed
 from rlhf_core.training.environments.pool import EnvironmentPool
 from rlhf_core.training.environments.server import TurnRequest
+from rlhf_core.training.environments.turn_source import TurnSource
 from rlhf_core.training.rewards.functions import reward_arguments
 from rlhf_core.training.rewards.process import MARK_VARIABLE, start_marked
 from rlhf_core.training.rewards.scoring import Scores
-from rlhf_core.training.rollouts.base import Sampling, completion_of
+from rlhf_core.training.rollouts.base import PromptSource, PromptTask, Sampling, completion_of
 from rlhf_core.training.rollouts.seeds import sample_seed
 from rlhf_core.training.trainers.sampling import Prompt, Rollout
 from rlhf_core.training.types import Completion, Conversation, Episode, ModelTurn, Row
@@ -313,6 +321,7 @@ class Scripted:
 
     def __init__(self, script: Callable[[str, int], str], tokenizer: Any, encode: Callable[[str], list[int]]) -> None:
         self.script, self.tokenizer, self.encode = script, tokenizer, encode
+        self.continuous: AnyOrder | None = None
         self.rounds: list[list[list[int]]] = []
         self.seeds: list[int] = []
 
@@ -339,6 +348,28 @@ class Scripted:
         return completion_of(self.tokenizer, tokens, not cut and tokens[-1:] == [end], [-0.5] * len(tokens))
 
 
+@dataclass
+class AnyOrder:
+    """Continuous sampling by a scripted engine, which answers turns in an order of its own: by chance, or one rollout
+    after the other."""
+
+    engine: Scripted
+    order: random.Random | None
+
+    def sample(self, source: PromptSource, version: int, beat: Callable[[], None]) -> None:
+        """Answer one turn after the other, some of them while tools are at work."""
+        known: list[PromptTask] = []
+        while len(source.made) < source.num_prompts:
+            known += source.take(beat)
+            if known and (not source.is_waiting or (self.order is not None and self.order.random() < 0.5)):
+                task = known.pop(self.order.randrange(len(known)) if self.order is not None else -1)
+                (made,) = self.engine.sample([task.prompt], [task.seeds], source.sampling, version, beat)
+                source.answer(task.index, made)
+            elif source.is_waiting and source.descriptor is not None:
+                select.select([source.descriptor], [], [])
+        source.end(beat)
+
+
 def tool_tokenizer() -> Any:
     tokenizer = char_tokenizer()
     tokenizer.chat_template = TOOL_TEMPLATE
@@ -352,11 +383,20 @@ def rollout_of(
     tokenizer: Any,
     num_samples: int = 1,
     budget: int = 2000,
+    order: int | None = None,
+    apart: bool = False,
     **settings: Any,
 ) -> tuple[list[Completion], Scripted, Conversations]:
-    """Completions of one row."""
+    """Completions of one row.
+
+    Args:
+        order: seed of the order in which turns are sampled; -1 for one rollout after the other, None for rounds.
+        apart: each of them has the prompt for itself.
+    """
     spec = TurnsSpec.model_validate({"max_turn_tokens": 100, "timeout_s": 5.0, **settings})
     engine = Scripted(script, tokenizer, lambda text: tokenizer.encode(text, add_special_tokens=False))
+    if order is not None:
+        engine.continuous = AnyOrder(engine, random.Random(order) if order >= 0 else None)
     with contextlib.closing(EnvironmentPool(spec)) as pool:
         pool.describe(no_beat)
         from rlhf_core.training.data.chat import rendered
@@ -367,8 +407,11 @@ def rollout_of(
         prompts = [prompt_tokens([row], tokenizer)[0].tolist()]
         seeds = [[sample_seed(0, 1, row.uid, index) for index in range(num_samples)]]
         sampling = Sampling(budget, 1.0, 8)
-        (made,) = conversations.sample(engine, [row], prompts, seeds, sampling, 0, no_beat)  # type: ignore[arg-type]
-    return made, engine, conversations
+        if apart:
+            prompts, seeds = prompts * num_samples, [[seed] for seed in seeds[0]]
+        rows = [row] * len(prompts)
+        made = conversations.sample(engine, rows, prompts, seeds, sampling, 0, no_beat)  # type: ignore[arg-type]
+    return [one for group in made for one in group], engine, conversations
 
 
 def asked(**columns: Any) -> Row:
@@ -438,15 +481,82 @@ def test_a_sampled_token_is_never_tokenized_again(ranks: Ranks) -> None:
 
 def test_rollouts_do_not_depend_on_each_other(ranks: Ranks) -> None:
     """Every rollout has its own environment and seed; the same seeds give the same rollouts again."""
-    row = Row("u", "roll:", "", "", {})
-    script = lambda context, seed: ".<|im_end|>" if len(context) > 30 else f"{seed % 7}<|im_end|>"  # noqa: E731
-    rolls = [
-        rollout_of(ranks, script, row, char_tokenizer(), count, environment="turn_tools:Dice")[0] for count in (6, 6, 3)
-    ]
+    rolls = [rolled(ranks, count) for count in (6, 6, 3)]
     assert rolls[0] == rolls[1]
     assert rolls[0][:3] == rolls[2]
     observations = {made.episode.turns[0].observation for made in rolls[0] if made.episode}
     assert len(observations) > 3, "drawn from the seed of each, also by the global generators"
+
+
+def rolled(ranks: Ranks, num_samples: int, **settings: Any) -> list[Completion]:
+    """Rollouts of different lengths, in which turns and observations follow from seeds."""
+    script = lambda context, seed: ".<|im_end|>" if seed % 4 == 0 else f"{seed % 7}<|im_end|>"  # noqa: E731
+    settings = {"environment": "turn_tools:Dice", "max_turns": 6, **settings}
+    return rollout_of(ranks, script, Row("u", "roll:", "", "", {}), char_tokenizer(), num_samples, **settings)[0]
+
+
+def test_rollouts_are_the_same_in_whatever_order_they_go_on(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: a seed that counts the turns of all rollouts depends on the order."""
+    in_rounds = rolled(ranks, 6)
+    assert len({len(made.episode.turns) for made in in_rounds if made.episode}) > 1
+    assert rolled(ranks, 6, order=0) == rolled(ranks, 6, order=-1, apart=True) == in_rounds
+    by_order = lambda one: derived_seed(7, f"{next(numbers)}") if one.turns else one.seed  # noqa: E731
+    monkeypatch.setattr(OpenRollout, "turn_seed", property(by_order))
+    found = []
+    for order in (None, -1):
+        numbers = itertools.count()
+        found.append(rolled(ranks, 6, order=order, apart=True))
+    assert found[0] != found[1]
+
+
+@dataclass
+class Replies:
+    """Pool whose replies the test gives."""
+
+    given: list[dict[int, dict[str, Any]]] = field(default_factory=list)
+    submitted: list[int] = field(default_factory=list)
+
+    def submit(self, number: int, request: TurnRequest) -> None:
+        """Note that a rollout was asked."""
+        self.submitted.append(number)
+
+    def collect(self, wait_s: float, beat: Any) -> dict[int, dict[str, Any]]:
+        """Return what is there."""
+        return self.given.pop() if self.given else {}
+
+
+def test_seconds_of_tools_are_those_in_which_nothing_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def steps() -> Any:
+        yield None
+        yield TurnRequest("answer")
+        return Completion([], "", True, [])
+
+    def begin(index: int) -> list[OpenRollout]:
+        one = OpenRollout(index, Row("", "", "", "", {}), index, index, [1], 9)
+        one.begin(steps())
+        return [one]
+
+    clock, pool, found = mock.Mock(), Replies(), []
+    monkeypatch.setattr(turn_source, "time", clock)
+    note = lambda rollouts, seconds: found.append((len(rollouts), seconds))  # noqa: E731
+    source = TurnSource(2, begin, pool, Sampling(1, 1.0, 8), note)  # type: ignore[arg-type]
+
+    def at(now_s: float, action: Callable[..., Any], *arguments: Any) -> Any:
+        clock.monotonic.return_value = now_s
+        return action(*arguments)
+
+    turn = [Completion([5], "", True, [-1.0])]
+    assert [task.index for task in at(0.0, source.take, no_beat)] == [0, 1]
+    at(2.0, source.answer, 0, turn)
+    at(5.0, source.answer, 1, turn)  # from here on, all wait for tools
+    pool.given = [{0: {}}]
+    at(9.0, source.take, no_beat)
+    assert list(source.made) == [0]
+    pool.given = [{1: {}}]
+    at(12.0, source.take, no_beat)
+    assert len(source.results()) == 2
+    assert found == [(2, 7.0)]
+    assert pool.submitted == [0, 1]
 
 
 def test_text_of_reset_is_the_end_of_the_prompt(ranks: Ranks) -> None:
@@ -507,14 +617,17 @@ def test_a_lost_environment_ends_its_rollout_or_the_run(ranks: Ranks) -> None:
         rollout_of(ranks, calls_odd, asked(), tool_tokenizer(), 8, on_failure="stop", **settings)
 
 
-def test_a_lost_tool_is_observed(ranks: Ranks) -> None:
+@pytest.mark.parametrize("order", [None, 0])
+def test_a_lost_tool_is_observed(ranks: Ranks, order: int | None) -> None:
     def script(context: str, seed: int) -> str:
         call = '<tool_call>{"name": "misbehave", "arguments": {"how": "crash"}}</tool_call>'
         return f"{call if 'error' not in context else 'sorry'}<|im_end|>"
 
-    (made,), _, _ = rollout_of(ranks, script, asked(), tool_tokenizer(), tools=["turn_tools:misbehave"])
+    settings: dict[str, Any] = {"tools": ["turn_tools:misbehave"], "order": order}
+    (made,), _, conversations = rollout_of(ranks, script, asked(), tool_tokenizer(), **settings)
     assert made.episode is not None
     assert made.finished
+    assert len(conversations.take_warnings()) == 1
     assert made.episode.turns[0].observation == "{'error': 'the call ended its process'}"
     assert (made.episode.num_calls, made.episode.num_failed, made.last_text) == (1, 1, "sorry")
 
@@ -539,15 +652,8 @@ def test_a_template_that_changes_earlier_turns_is_refused(ranks: Ranks) -> None:
 # --- settings ---
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"max_new_tokens": 32}, "expected room for a turn"),
-        ({"max_staleness": 1}, "are not sampled ahead"),
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_a_rollout_without_room_for_a_turn_is_refused() -> None:
     turns = {"tools": ["my_tools:search"]}
     assert RolloutSpec.model_validate({"turns": turns}).turns.are_used
-    with pytest.raises(ValidationError, match=message):
-        RolloutSpec.model_validate({"turns": turns, **changes})
+    with pytest.raises(ValidationError, match="expected room for a turn"):
+        RolloutSpec.model_validate({"turns": turns, "max_new_tokens": 32})

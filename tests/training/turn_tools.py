@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 TOOL_TEMPLATE = (
@@ -134,6 +135,36 @@ class Fragile(Counter):
             by: The amount.
         """
         os._exit(by)
+
+
+class Waiting:
+    """Environment that ends after three turns. For a row that ``waits``, it answers the first one only once the rollout
+    of another row is over."""
+
+    def reset(self, folder: str, waits: bool, **columns: Any) -> None:
+        """Remember the row."""
+        self.over, self.waits, self.num_turns = Path(folder) / "over", waits, 0
+
+    def respond(self, text: str) -> str | None:
+        """Answer with the number of the turn."""
+        self.num_turns += 1
+        while self.waits and not self.over.exists():
+            time.sleep(0.01)
+        if self.num_turns < 3:
+            return str(self.num_turns)
+        self.over.touch()
+        return None
+
+
+class Crashing:
+    """Environment whose process ends in the first turn."""
+
+    def reset(self, **columns: Any) -> None:
+        """Do nothing."""
+
+    def respond(self, text: str) -> str | None:
+        """End the process."""
+        os._exit(3)
 
 
 class Resetless:

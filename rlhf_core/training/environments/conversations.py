@@ -1,16 +1,17 @@
 """Rollouts of several turns: the model samples a turn, tools or the environment answer it, until nothing is called.
 
-Every round samples one turn of all rollouts that are not over, on all ranks together: sampling is collective, and ranks
-whose rollouts end earlier go on without prompts. Seeds of later turns and of environments are derived from the seed of
-the completion, so a rollout depends neither on its batch nor on ranks or restarts.
+An engine that takes requests while it samples others asks for the turns (``turn_source.py``): each rollout goes on by
+itself. With any other engine, every round samples one turn of all rollouts that are not over, on all ranks together:
+sampling is collective, and ranks whose rollouts end earlier go on without prompts. Seeds of later turns and of
+environments are derived from the seed of the completion, so a rollout depends neither on its batch nor on ranks,
+restarts or the order in which tools answer.
 """
 
+import copy
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from hashlib import blake2b
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
@@ -20,105 +21,13 @@ from rlhf_core.schemas.rollouts import TurnsSpec
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.environments.functions import message_of
 from rlhf_core.training.environments.observations import ObservationTokens
+from rlhf_core.training.environments.open_rollout import OpenRollout, Steps, by_context, derived_seed
 from rlhf_core.training.environments.pool import EnvironmentPool, Reply
 from rlhf_core.training.environments.server import TurnRequest
+from rlhf_core.training.environments.turn_source import TurnSource
 from rlhf_core.training.rewards.functions import shown
-from rlhf_core.training.rollouts.base import RolloutEngine, Sampling
-from rlhf_core.training.types import Completion, Episode, ModelTurn, Row
-
-
-def derived_seed(seed: int, name: str) -> int:
-    """Seed of a part of a rollout, 63 bits.
-
-    Args:
-        seed: seed of the completion (``rollouts/seeds.py``).
-        name: the part, for instance ``turn 2``.
-    """
-    return int.from_bytes(blake2b(f"{seed}|{name}".encode(), digest_size=8).digest(), "big") >> 1
-
-
-@dataclass
-class _Rollout:
-    """A rollout in progress."""
-
-    number: int
-    """Number among those of this rank."""
-    row: Row
-    seed: int
-    index: int
-    """Index of the prompt."""
-    prompt: list[int]
-    budget: int
-    """Number of tokens that may follow the prompt."""
-    tokens: list[int] = field(default_factory=list)
-    sampled: list[bool] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    turns: list[ModelTurn] = field(default_factory=list)
-    messages: list[Mapping[str, Any]] = field(default_factory=list)
-    last: Completion | None = None
-    """The last turn as the engine returned it."""
-    end: Literal["answer", "turns", "tokens", "failure"] | None = None
-    """Reason for its end; None while it goes on."""
-    num_calls: int = 0
-    num_failed: int = 0
-    is_unanswered: bool = False
-    """True for a last turn that is not part of ``messages`` yet."""
-    is_lost: bool = False
-    """True if the process of its environment is gone."""
-
-    @property
-    def context(self) -> list[int]:
-        """Tokens that the next turn follows."""
-        return self.prompt + self.tokens
-
-    @property
-    def turn_seed(self) -> int:
-        """Seed of the next turn; of the first one that of the completion."""
-        return derived_seed(self.seed, f"turn {len(self.turns)}") if self.turns else self.seed
-
-    def add_turn(self, made: Completion) -> None:
-        """Append a sampled turn."""
-        self.last = made
-        self.tokens += made.token_ids
-        self.sampled += [True] * len(made.token_ids)
-        self.logprobs += made.logprobs
-        self.turns.append(ModelTurn(made.text))
-        self.is_unanswered = True
-        if not made.finished:
-            self.end = "tokens"
-
-    def add_observation(self, tokens: Sequence[int], text: str) -> None:
-        """Append an observation, which another turn follows."""
-        self.tokens += tokens
-        self.sampled += [False] * len(tokens)
-        self.turns[-1] = ModelTurn(self.turns[-1].text, text)
-
-    def completion(self, tokenizer: PreTrainedTokenizerBase, reward: float | None) -> Completion:
-        """The whole rollout as one completion."""
-        assert self.last is not None
-        assert self.end is not None
-        before = len(self.tokens) - len(self.last.token_ids)
-        text = tokenizer.decode(self.tokens[:before], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        # A turn that was cut off, or whose environment was lost, has no answer that it was found in.
-        last = [{"role": "assistant", "content": self.last.text}] if self.is_unanswered else []
-        episode = Episode(
-            tuple(self.turns),
-            tuple(self.sampled),
-            tuple(self.prompt),
-            (*self.messages, *last),
-            self.end,
-            self.num_calls,
-            self.num_failed,
-            reward,
-        )
-        return Completion(
-            self.tokens,
-            f"{text}{self.last.text}",
-            self.end == "answer",
-            self.logprobs,
-            self.last.weight_version,
-            episode,
-        )
+from rlhf_core.training.rollouts.base import RolloutEngine, Sampling, require_prompts
+from rlhf_core.training.types import Completion, Row
 
 
 class Conversations:
@@ -138,8 +47,11 @@ class Conversations:
         arguments: arguments of the chat template (``data/chat.py``).
         end_ids: tokens that end a turn besides the end token.
         """
-        self._spec, self._ranks, self._pool, self._tokenizer = spec, ranks, pool, tokenizer
-        self._observations = ObservationTokens(tokenizer, arguments, end_ids, spec.max_observation_tokens)
+        # A copy, as rollouts ahead of training have a thread of their own, and two cannot use the same tokenizer.
+        self._tokenizer = copy.deepcopy(tokenizer)
+        self._spec, self._ranks, self._pool = spec, ranks, pool
+        self._observations = ObservationTokens(self._tokenizer, arguments, end_ids, spec.max_observation_tokens)
+        self._numbers = itertools.count()
         self._seconds = 0.0
         self._warnings: list[str] = []
         self._noted: set[str] = set()
@@ -162,29 +74,46 @@ class Conversations:
 
         Raises:
             ToolFailed: ``reset`` or ``get_reward`` raised, or a call was lost and ``on_failure`` is ``stop``.
-            StaleWeights, ValueError: as by the engine.
+            EnginesLost, StaleWeights, ValueError: as by the engine.
         """
-        budget = sampling.max_new_tokens
-        numbers = itertools.count()
+        if engine.continuous is not None:
+            source = self.source(rows, prompts, seeds, sampling)
+            engine.continuous.sample(source, version, beat)
+            return source.results()
         rollouts = [
-            _Rollout(next(numbers), row, seed, index, list(prompt), budget)
-            for index, (row, prompt, own) in enumerate(zip(rows, prompts, seeds, strict=True))
-            for seed in own
+            one
+            for index, own in enumerate(seeds)
+            for one in self._begun(index, rows[index], prompts[index], own, sampling.max_new_tokens)
         ]
-        turn = _of_a_turn(sampling, self._spec.max_turn_tokens)
-        self._reset(rollouts, beat)
-        going = rollouts
-        while any(self._ranks.sum([len(going)])):
-            self._take_turn(engine, going, turn, version, beat)
-            self._answer([one for one in going if one.end is None], beat)
-            going = [one for one in going if one.end is None]
-        rewards = self._rewards(rollouts, beat)
+        seconds = self._in_rounds(engine, rollouts, self._of_a_turn(sampling), version, beat)
         self._pool.release(beat)
-        found = iter([one.completion(self._tokenizer, rewards.get(one.number)) for one in rollouts])
+        self._finish(rollouts, seconds)
+        found = iter([one.completion for one in rollouts if one.completion is not None])
         return [[next(found) for _ in own] for own in seeds]
 
+    def source(
+        self,
+        rows: Sequence[Row],
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[Sequence[int]],
+        sampling: Sampling,
+    ) -> TurnSource:
+        """The same rollouts for an engine that takes turns of some while others wait for tools.
+
+        Args: as for :meth:`sample`.
+
+        Raises:
+            ValueError: a prompt is empty, or the number of lists of seeds is not the number of prompts.
+        """
+        require_prompts(prompts, seeds)
+
+        def begin(index: int) -> list[OpenRollout]:
+            return self._begun(index, rows[index], prompts[index], seeds[index], sampling.max_new_tokens)
+
+        return TurnSource(len(prompts), begin, self._pool, self._of_a_turn(sampling), self._finish)
+
     def take_seconds(self) -> float:
-        """Seconds that this rank waited for tools and environments since the last call."""
+        """Seconds since the last call in which this rank waited for tools and environments with nothing to sample."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
@@ -193,35 +122,95 @@ class Conversations:
         warnings, self._warnings = self._warnings, []
         return warnings
 
-    def _take_turn(
+    def _of_a_turn(self, sampling: Sampling) -> Sampling:
+        return dataclasses.replace(sampling, max_new_tokens=min(sampling.max_new_tokens, self._spec.max_turn_tokens))
+
+    def _finish(self, rollouts: Sequence[OpenRollout], seconds: float) -> None:
+        """Note how long tools were waited for, and which of their processes were lost."""
+        self._seconds += seconds
+        for one in rollouts:
+            if one.loss is not None and one.loss[0] not in self._noted:
+                self._warnings.append(f"{one.loss[1]}. Such rollouts end, or observe an error; this is reported once")
+                self._noted.add(one.loss[0])
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Rounds
+
+    def _in_rounds(
         self,
         engine: RolloutEngine,
-        going: Sequence[_Rollout],
+        rollouts: Sequence[OpenRollout],
         sampling: Sampling,
         version: int,
         beat: Callable[[], None],
-    ) -> None:
-        """Sample the next turn of each; those of a prompt with the same context are sampled together."""
-        groups = [list(group) for _, group in itertools.groupby(going, key=lambda one: (one.index, one.context))]
-        contexts, seeds = [group[0].context for group in groups], [[one.turn_seed for one in group] for group in groups]
-        made = engine.sample(contexts, seeds, sampling, version, beat)
-        for group, completions in zip(groups, made, strict=True):
-            for one, completion in zip(group, completions, strict=True):
-                one.add_turn(completion)
+    ) -> float:
+        """Sample one turn of all rollouts that are not over, have them answered, and so on. Collective.
 
-    def _reset(self, rollouts: Sequence[_Rollout], beat: Callable[[], None]) -> None:
-        if not self._spec.environment:
-            return
-        for one, reply in self._asked(rollouts, "reset", beat, lambda one: {"columns": dict(one.row.columns)}):
-            if reply.get("lost"):
-                self._lose("reset", one, reply["failure"])
-                one.is_lost = True
-            elif failure := reply.get("failure"):
-                raise _failed("reset of the environment", one, failure)
-            elif reply["text"]:
-                self._complete_prompt(one, reply["text"])
+        Returns:
+            Seconds that this rank waited for tools and environments.
+        """
+        seconds = self._ask(rollouts, beat)
+        going = rollouts
+        while any(self._ranks.sum([len(going)])):
+            groups = by_context(going)
+            contexts = [group[0].context for group in groups]
+            seeds = [[one.turn_seed for one in group] for group in groups]
+            made = engine.sample(contexts, seeds, sampling, version, beat)
+            for one, turn in zip(going, itertools.chain.from_iterable(made), strict=True):
+                one.go_on(turn)
+            seconds += self._ask([one for one in going if one.end is None], beat)
+            going = [one for one in going if one.end is None]
+        return seconds + self._ask(rollouts, beat)
 
-    def _complete_prompt(self, one: _Rollout, added: str) -> None:
+    def _ask(self, rollouts: Sequence[OpenRollout], beat: Callable[[], None]) -> float:
+        """Have the requests of all rollouts answered, and return the seconds that it took."""
+        started = time.monotonic()
+        requests = {one.number: one.request for one in rollouts if one.request is not None}
+        replies = self._pool.ask(requests, beat)
+        seconds = time.monotonic() - started
+        for one in rollouts:
+            if one.number in replies:
+                one.go_on(replies[one.number])
+        return seconds
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # One rollout
+
+    def _begun(
+        self, index: int, row: Row, prompt: Sequence[int], seeds: Sequence[int], budget: int
+    ) -> list[OpenRollout]:
+        """Begin the rollouts of a prompt."""
+        begun = [OpenRollout(next(self._numbers), row, seed, index, list(prompt), budget) for seed in seeds]
+        for one in begun:
+            one.begin(self._steps(one))
+        return begun
+
+    def _steps(self, one: OpenRollout) -> Steps:
+        """The course of a rollout, from ``reset`` to ``get_reward``."""
+        if self._spec.environment:
+            self._begin(one, (yield _request(one, "reset", {"columns": dict(one.row.columns)})))
+        while one.end is None:
+            one.add_turn((yield None))
+            if one.end is None and one.is_lost:
+                one.end = "failure"
+            if one.end is None:
+                turn = {"text": one.turns[-1].text, "is_last": self._last_reason(one) is not None}
+                self._answer(one, (yield _request(one, "answer", turn)))
+        reward = None
+        if self._pool.has_reward and not one.is_lost:
+            reward = self._reward(one, (yield _request(one, "reward", {})))
+        return one.whole(self._tokenizer, reward)
+
+    def _begin(self, one: OpenRollout, reply: Reply) -> None:
+        if reply.get("lost"):
+            self._lose("reset", one, reply["failure"])
+            one.is_lost = True
+        elif failure := reply.get("failure"):
+            raise _failed("reset of the environment", one, failure)
+        elif reply["text"]:
+            self._complete_prompt(one, reply["text"])
+
+    def _complete_prompt(self, one: OpenRollout, added: str) -> None:
         """Put the text of ``reset`` at the end of the prompt; its tokens count as if the model had written them."""
         prompt = self._observations.prompt(one.row, added)
         one.budget -= len(prompt) - len(one.prompt)  # the model has no positions for more
@@ -230,21 +219,13 @@ class Conversations:
             problem = f"returned {len(added)} characters for the prompt, which leave no room for a turn"
             raise _failed("reset of the environment", one, problem)
 
-    def _answer(self, going: Sequence[_Rollout], beat: Callable[[], None]) -> None:
-        """Have tools or environments answer the last turns, and append what they return."""
-        for one in going:
-            if one.is_lost:
-                one.end = "failure"
-        asked = [one for one in going if not one.is_lost]
-        for one, reply in self._asked(asked, "answer", beat, self._last_turn):
-            answer = self._failure(one, reply["failure"]) if "failure" in reply else reply
-            if answer is not None:
-                self._add(one, answer)
+    def _answer(self, one: OpenRollout, reply: Reply) -> None:
+        """Append what tools or the environment returned for the last turn."""
+        answer = self._failure(one, reply["failure"]) if "failure" in reply else reply
+        if answer is not None:
+            self._add(one, answer)
 
-    def _last_turn(self, one: _Rollout) -> dict[str, Any]:
-        return {"text": one.turns[-1].text, "is_last": self._last_reason(one) is not None}
-
-    def _failure(self, one: _Rollout, failure: str) -> Reply | None:
+    def _failure(self, one: OpenRollout, failure: str) -> Reply | None:
         """Answer to a turn whose calls were lost, or raised in the parser; None if the rollout ends."""
         self._lose("call", one, failure)
         if self._spec.environment:
@@ -260,7 +241,7 @@ class Conversations:
             "num_failed": 1,
         }
 
-    def _add(self, one: _Rollout, answer: Reply) -> None:
+    def _add(self, one: OpenRollout, answer: Reply) -> None:
         one.messages.append(message_of(answer))
         one.is_unanswered = False
         one.num_calls += len(answer["calls"]) or len(answer["observations"])
@@ -281,44 +262,22 @@ class Conversations:
         one.messages += observations
         one.add_observation(tokens, "".join(message["content"] for message in observations))
 
-    def _last_reason(self, one: _Rollout) -> Literal["turns", "tokens"] | None:
+    def _last_reason(self, one: OpenRollout) -> Literal["turns", "tokens"] | None:
         """Reason why no turn can follow; None if one can."""
         if len(one.turns) >= self._spec.max_turns:
             return "turns"
         return "tokens" if len(one.tokens) + self._spec.max_turn_tokens > one.budget else None
 
-    def _rewards(self, rollouts: Sequence[_Rollout], beat: Callable[[], None]) -> dict[int, float]:
-        """Rewards by the environment, by number of the rollout."""
-        found: dict[int, float] = {}
-        living = [one for one in rollouts if self._pool.has_reward and not one.is_lost]
-        for one, reply in self._asked(living, "reward", beat, lambda one: {}):
-            if reply.get("lost"):
-                self._lose("get_reward", one, reply["failure"])
-            elif failure := reply.get("failure"):
-                raise _failed("get_reward of the environment", one, failure)
-            elif reply["reward"] is not None:
-                found[one.number] = reply["reward"]
-        return found
+    def _reward(self, one: OpenRollout, reply: Reply) -> float | None:
+        if reply.get("lost"):
+            self._lose("get_reward", one, reply["failure"])
+            return None
+        if failure := reply.get("failure"):
+            raise _failed("get_reward of the environment", one, failure)
+        value: float | None = reply["reward"]
+        return value
 
-    def _asked(
-        self,
-        rollouts: Sequence[_Rollout],
-        kind: Literal["reset", "answer", "reward"],
-        beat: Callable[[], None],
-        arguments: Callable[[_Rollout], dict[str, Any]],
-    ) -> Iterator[tuple[_Rollout, Reply]]:
-        """Ask the processes of rollouts, and yield the answers in the order of the rollouts."""
-        started = time.monotonic()
-        requests = {}
-        for one in rollouts:
-            seed, given = derived_seed(one.seed, f"{kind} {len(one.turns)}"), arguments(one)
-            requests[one.number] = TurnRequest(kind, seed, {**given, "seed": seed} if kind == "reset" else given)
-        replies = self._pool.ask(requests, beat)
-        self._seconds += time.monotonic() - started
-        for one in rollouts:
-            yield one, replies[one.number]
-
-    def _lose(self, what: str, one: _Rollout, failure: str) -> None:
+    def _lose(self, what: str, one: OpenRollout, failure: str) -> None:
         """Note a process that is gone, or end the run.
 
         Raises:
@@ -327,15 +286,14 @@ class Conversations:
         error = _failed(what, one, failure)
         if self._spec.on_failure == "stop":
             raise error
-        if what not in self._noted:
-            self._warnings.append(f"{error}. Such rollouts end, or observe an error; this is reported once")
-            self._noted.add(what)
+        one.loss = one.loss or (what, str(error))
 
 
-def _failed(what: str, one: _Rollout, failure: str) -> ToolFailed:
+def _request(one: OpenRollout, kind: Literal["reset", "answer", "reward"], arguments: dict[str, Any]) -> TurnRequest:
+    seed = derived_seed(one.seed, f"{kind} {len(one.turns)}")
+    return TurnRequest(kind, seed, {**arguments, "seed": seed} if kind == "reset" else arguments)
+
+
+def _failed(what: str, one: OpenRollout, failure: str) -> ToolFailed:
     turn = f" after {shown(one.turns[-1].text)}" if one.turns else ""
     return ToolFailed(f"rollout.turns: {what} {failure}, in a rollout of prompt {one.row.uid}{turn}")
-
-
-def _of_a_turn(sampling: Sampling, max_turn_tokens: int) -> Sampling:
-    return dataclasses.replace(sampling, max_new_tokens=min(sampling.max_new_tokens, max_turn_tokens))

@@ -135,15 +135,18 @@ class Evaluator:
 
     def source(
         self,
+        rows: Sequence[Row],
         prompts: Sequence[Sequence[int]],
         seeds: Sequence[Sequence[int]],
         sampling: Sampling,
     ) -> PromptSource:
-        """The same completions of a single turn for an engine that samples in parallel to training.
+        """The same completions for an engine that samples in parallel to training.
 
         Args: as for :meth:`sample`.
         """
-        return PromptList(prompts, seeds, sampling)
+        if self.conversations is None:
+            return PromptList(prompts, seeds, sampling)
+        return self.conversations.source(rows, prompts, seeds, sampling)
 
     def greedy_scores(
         self, model: PreTrainedModel, step: int, beat: Callable[[], None]

@@ -1,8 +1,8 @@
 """Prompts of each step, their completions and rewards; completions are optionally sampled one step ahead.
 
 Sampling ahead (``rollout.max_staleness``), the engines sample for step ``n + 1`` with the weights from the beginning of
-step ``n``, while step ``n`` trains. In-flight completions are part of a checkpoint: a run that resumes from it trains
-on the same completions.
+step ``n``, while step ``n`` trains, and tools answer meanwhile, too. In-flight completions are part of a checkpoint: a
+run that resumes from it trains on the same completions.
 """
 
 import contextlib
@@ -194,8 +194,7 @@ class StepSampler:
         if self._ahead is None or step.number == self._loop.last_step:
             return
         batch = self._next_prompts(step.number + 1, 0)
-        _, token_ids, seeds = _parts(batch.prompts)
-        source = self._training.evaluator.source(token_ids, seeds, self._sampling())
+        source = self._training.evaluator.source(*_parts(batch.prompts), self._sampling())
         self._ahead.begin(source, step.number - 1)
         self._begun = BegunBatch(batch, source)
 
