@@ -253,11 +253,6 @@ class RolloutSpec(Schema):
                 f"found turns.max_turn_tokens = {self.turns.max_turn_tokens} and max_new_tokens = "
                 f"{self.max_new_tokens}, which bounds all turns and observations together; expected room for a turn"
             )
-        if self.max_staleness:
-            raise ValueError(
-                f"found max_staleness = {self.max_staleness} and turns.tools or turns.environment: rollouts of several "
-                "turns are not sampled ahead; expected max_staleness = 0"
-            )
         return self
 
     @model_validator(mode="after")

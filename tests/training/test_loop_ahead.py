@@ -16,7 +16,7 @@ from rank_launcher import launch, make_context, tiny_spec, values
 from test_loop_online import spec_of
 from test_loop_runs import Interrupting, final_state, interrupt, metrics_of
 
-from rlhf_core.errors import EnginesLost
+from rlhf_core.errors import EnginesLost, ToolFailed, WorkerError
 from rlhf_core.files.appended import read_models
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.reports import Phase, SampleLine
@@ -28,7 +28,7 @@ from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
 from rlhf_core.training.trainers import saving
 from rlhf_core.training.trainers.in_flight import kept_completions, stored_completions
 from rlhf_core.training.trainers.sampling import BegunBatch, Prompt, PromptBatch, StepSampler
-from rlhf_core.training.types import Completion, Row
+from rlhf_core.training.types import Completion, Episode, ModelTurn, Row
 
 pytestmark = [pytest.mark.training, pytest.mark.end_to_end]
 
@@ -55,12 +55,23 @@ def by_text(*, completions: list[str], **columns: Any) -> list[float]:
     return [sum(map(ord, text)) % 7 / 6 for text in completions]
 
 
+def several_turns(**rollout: Any) -> dict[str, Any]:
+    """A run whose environment answers a number of turns that follows from the seed. Every second digit ends a turn."""
+    spec = ahead()
+    turns = {"environment": "turn_tools:Uneven", "max_turns": 4, "max_turn_tokens": 4}
+    sampled = {"max_new_tokens": 32, "stop_strings": list("02468"), "batch_size": 1, "turns": turns}
+    return {**spec, "rollout": {**spec["rollout"], **sampled, **rollout}}
+
+
 RUNS: dict[str, dict[str, Any]] = {
     "ahead": ahead(),
     "in step": ahead(max_staleness=0),
     "dynamic": ahead("dapo", max_sampling_rounds=3),
     "split": {**ahead(), "trainer": {**ahead()["trainer"], "zero_stage": 3}},
-    "evaluated": {**ahead(), "evaluate": {**ahead()["evaluate"], "every_num_steps": 1}},
+    "turns": several_turns(),
+    "turns, in step": several_turns(max_staleness=0),
+    "turns, in rounds": several_turns(max_staleness=0, engines=0),
+    "evaluated": {**several_turns(), "evaluate": {**ahead()["evaluate"], "every_num_steps": 1}},
     "still": ahead(learning_rate=1e-30),
     "still, in step": ahead(learning_rate=1e-30, max_staleness=0),
 }
@@ -91,7 +102,7 @@ def every_scenario(rank: int, num_ranks: int, folder: str, engines: str) -> dict
 
     for name, spec in RUNS.items():
         train(name, spec)
-    for name in ("ahead", "dynamic"):
+    for name in ("ahead", "dynamic", "turns"):
         train(f"{name}, killed", RUNS[name], Interrupting(Phase.TRAIN, 5, interrupt))
         if ranks.is_first and name == "ahead":
             shutil.copytree(f"{folder}/ahead, killed", f"{folder}/ahead, forgetful")
@@ -151,10 +162,10 @@ def test_every_run_ends(results: list[dict[str, str]]) -> None:
         assert result == expected, name
 
 
-FIRST_STARTS = ("ahead, killed 8", "dynamic, killed 10")
+FIRST_STARTS = ("ahead, killed 11", "dynamic, killed 13", "turns, killed 15")
 
 
-@pytest.mark.parametrize("name", ["ahead", "dynamic", "split", "evaluated"])
+@pytest.mark.parametrize("name", ["ahead", "dynamic", "split", "turns", "evaluated"])
 def test_completions_are_of_the_step_before(results: list[dict[str, str]], folder: Path, name: str) -> None:
     """But those of the first step, which nothing trained before; and of later rounds of a step, which are sampled when
     it is known that they are needed. With the control, in step."""
@@ -188,7 +199,17 @@ def test_with_weights_that_stand_still_it_is_the_same(results: list[dict[str, st
     assert digests["ahead"][1:] != digests["in step"][1:]
 
 
-@pytest.mark.parametrize("name", ["ahead", "dynamic"])
+def test_turns_that_go_on_by_themselves_are_those_of_rounds(results: list[dict[str, str]], folder: Path) -> None:
+    """In a whole run with engines of the group, whose control is one that samples ahead."""
+    names = ("turns, in step", "turns, in rounds", "turns")
+    found = [[metrics(folder, name)[step]["rollout/completion_digest"] for step in STEPS] for name in names]
+    assert found[0] == found[1] != found[2]
+    line = metrics(folder, "turns")[6]
+    assert line["turns/per_rollout"] > 1.5
+    assert (line["turns/lost_share"], line["turns/failed_share"]) == (0, 0)
+
+
+@pytest.mark.parametrize("name", ["ahead", "dynamic", "turns"])
 def test_a_killed_run_trains_on_the_same_completions(results: list[dict[str, str]], folder: Path, name: str) -> None:
     """Completions in flight at the checkpoint are trained on once, with the weights that they were sampled with: steps
     and last checkpoint are bitwise those of the run that was not killed."""
@@ -211,10 +232,10 @@ def test_completions_that_are_too_old_are_sampled_again(results: list[dict[str, 
     assert metrics(folder, "ahead, killed")[5]["rollout/staleness"] == 1
 
 
-def test_completions_are_saved_though_the_engines_are_lost() -> None:
+@pytest.mark.parametrize("lost", [EnginesLost("no rollout engine has served"), ToolFailed("call ended its process")])
+def test_completions_are_saved_though_the_rest_is_lost(lost: WorkerError) -> None:
     """Otherwise a run would lose the steps since the checkpoint before."""
     made = Completion([1, 2], "text", True, [-1.0, -2.0], weight_version=3)
-    lost = EnginesLost("no rollout engine has served")
     training, loop = mock.Mock(), mock.Mock(**{"algorithm.sampling_rounds": 1})
     training.rollouts.continuous.wait.side_effect = lost
     sampler = StepSampler(training, loop, mock.Mock())
@@ -223,15 +244,20 @@ def test_completions_are_saved_though_the_engines_are_lost() -> None:
     stored = sampler.in_flight(False)
     assert stored is not None
     assert kept_completions([stored]) == {5: {"b": [made]}}
-    with pytest.raises(EnginesLost):
+    with pytest.raises(type(lost)):
         sampler.sample(mock.MagicMock(number=5))
 
 
 def test_completions_are_restored_as_they_were() -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"one": [1]}}}
+    messages: Any = ({"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "\u00fc"})
+    turns = (ModelTurn("a", "o"), ModelTurn("b"))
+    episode = Episode(turns, (True, False, True), (8, 9), messages, "turns", 1, 1, 0.5)
     made = {
         "a": [Completion([1, 2], "\u00fc\ud83d\ude00", True, [-1.0, -0.1], 3), Completion([], "", False, [], 2)],
         "b": [],
         "c": [Completion([3], "half a pair \udc80", False, [-2.5], 3)],
+        "d": [Completion([4, 5, 6], "of turns", True, [-1.0, -3.0], 3, episode), Completion([7], "", True, [-1.0], 3)],
     }
     assert kept_completions([stored_completions(5, made)]) == {5: made}
 

@@ -140,3 +140,24 @@ def test_a_tool_that_fails_ends_the_run_from_the_background(trainer: RemoteEngin
                 trainer.continuous.wait(no_beat)
             assert str(found.value) == str(own.value)
         trainer.continuous.stop()
+
+
+def test_a_rollout_that_is_stopped_keeps_what_is_over(trainer: RemoteEngines, ranks: Ranks, tmp_path: Path) -> None:
+    """As for a checkpoint before the end of the process: it does not wait for tools, and ends them. The rest is begun
+    anew if sampling goes on, with an environment of its own."""
+    folders = [tmp_path / name for name in ("waits", "ends")]
+    for folder in folders:
+        folder.mkdir()
+    (folders[1] / "over").touch()
+    rows = rows_of(2, folder=[str(folder) for folder in folders], waits=[True, True])
+    with conversations_of(ranks, "Waiting", timeout_s=600.0) as conversations:
+        source = conversations.source(rows, PROMPTS[:2], [[1], [2]], SHORT)
+        trainer.continuous.begin(source, 1)
+        until(lambda: source.made)
+        trainer.continuous.stop()
+        assert list(source.made) == [1]
+        assert not source.is_waiting
+        (folders[0] / "over").touch()
+        trainer.continuous.collect(no_beat)
+        episodes = [made.episode for (made,) in source.results()]
+    assert [(one.end, len(one.turns)) for one in episodes if one] == [("answer", 3), ("answer", 3)]

@@ -1,36 +1,37 @@
 """In-flight completions as a checkpoint stores them: sampled for a step that has not run yet."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
 import torch
 
-from rlhf_core.training.types import Completion
+from rlhf_core.training.types import Completion, Episode, ModelTurn
 
 Groups = Mapping[str, list[Completion]]
 """Completions by the uid of their prompt."""
 
 
 def stored_completions(step: int, made: Groups) -> dict[str, Any]:
-    """Convert the completions of one rank to tensors: of their tokens, of the log-probabilities, and of a JSON text.
+    """Convert the completions of one rank to tensors: of their tokens (those of observations, and prompts that an
+    environment completed, among them), of the log-probabilities, and of a JSON text.
 
     Args:
         step: step that the completions are for.
     """
     flat = [completion for group in made.values() for completion in group]
-    groups = {
-        uid: [[len(one.token_ids), one.text, one.finished, one.weight_version] for one in group]
-        for uid, group in made.items()
-    }
-    text = json.dumps(groups, ensure_ascii=False).encode(errors="surrogatepass")
+    text = json.dumps({uid: [_description(one) for one in group] for uid, group in made.items()}, ensure_ascii=False)
+    episodes = [completion.episode for completion in flat if completion.episode is not None]
     return {
         "step": step,
         "tokens": torch.tensor([token for completion in flat for token in completion.token_ids], dtype=torch.int64),
         "logprobs": torch.tensor([value for completion in flat for value in completion.logprobs], dtype=torch.float64),
+        "prompts": torch.tensor([token for one in episodes for token in one.prompt_ids], dtype=torch.int64),
+        "sampled": torch.tensor([flag for one in episodes for flag in one.sampled], dtype=torch.bool),
         # A tensor: as a string, it would be part of the header of the file.
-        "groups": torch.frombuffer(bytearray(text), dtype=torch.uint8),
+        "groups": torch.frombuffer(bytearray(text.encode(errors="surrogatepass")), dtype=torch.uint8),
     }
 
 
@@ -38,11 +39,35 @@ def kept_completions(stored: Iterable[Mapping[str, Any]]) -> dict[int, dict[str,
     """Restore the completions that any number of ranks stored, by step and prompt."""
     found: dict[int, dict[str, list[Completion]]] = {}
     for part in stored:
-        tokens, logprobs = iter(part["tokens"].tolist()), iter(part["logprobs"].tolist())
+        values = {name: iter(part[name].tolist()) for name in ("tokens", "logprobs", "prompts", "sampled")}
         groups = found.setdefault(int(part["step"]), {})
         for uid, group in json.loads(part["groups"].numpy().tobytes()).items():
-            groups[uid] = [
-                Completion(list(islice(tokens, length)), text, finished, list(islice(logprobs, length)), version)
-                for length, text, finished, version in group
-            ]
+            groups[uid] = [_completion(one, values) for one in group]
     return found
+
+
+def _description(made: Completion) -> dict[str, Any]:
+    """Everything about a completion that is not a tensor, and the lengths of its parts of the tensors."""
+    content = asdict(made)
+    lengths = {name: len(content.pop(name)) for name in ("token_ids", "logprobs")}
+    if made.episode is not None:
+        lengths["prompt_ids"] = len(content["episode"].pop("prompt_ids"))
+        del content["episode"]["sampled"]
+    return {**content, "lengths": lengths}
+
+
+def _completion(content: dict[str, Any], values: Mapping[str, Iterator[Any]]) -> Completion:
+    lengths = content.pop("lengths")
+    tokens = list(islice(values["tokens"], lengths["token_ids"]))
+    logprobs = list(islice(values["logprobs"], lengths["logprobs"]))
+    if content["episode"] is not None:
+        content["episode"] = Episode(
+            **{
+                **content["episode"],
+                "turns": tuple(ModelTurn(**turn) for turn in content["episode"]["turns"]),
+                "sampled": tuple(islice(values["sampled"], len(tokens))),
+                "prompt_ids": tuple(islice(values["prompts"], lengths["prompt_ids"])),
+                "messages": tuple(content["episode"]["messages"]),
+            }
+        )
+    return Completion(tokens, logprobs=logprobs, **content)
