@@ -58,6 +58,8 @@ class Dispatcher:
         An engine without work takes a task whatever its size.
         """
         dealt: dict[int, list[PromptTask]] = {}
+        if not self._pending:  # as after most answers
+            return dealt
         load = {engine: sum(map(self._cost, self.outstanding(engine))) for engine in engines}
         count = {engine: sum(map(self._size, self.outstanding(engine))) for engine in engines}
         while self._pending:
@@ -67,7 +69,7 @@ class Dispatcher:
             if not room:
                 break
             engine = min(room, key=lambda one: (load[one], (one - self._next) % (max(load) + 1)))
-            self._next = engine + 1
+            self._next = engine + 1  # turns that come one at a time go around all engines
             self._pending.pop(0)
             self._outstanding.setdefault(engine, set()).add(index)
             load[engine] += self._cost(index)
