@@ -41,12 +41,12 @@ def rows_of(num: int, **columns: Sequence[Any]) -> list[Row]:
     return [Row(f"u{index}", "", "", "", {name: of[index] for name, of in columns.items()}) for index in range(num)]
 
 
-def in_process(ranks: Ranks, seed: int = 0) -> list[list[Completion]]:
+def in_process(ranks: Ranks, rows: Sequence[Row], seed: int = 0, environment: str = "Dice") -> list[list[Completion]]:
     """Rollouts in rounds, by an engine in this process with the weights of this seed."""
     engine = TransformersEngine(char_tokenizer())
     engine.load(tiny_model(seed=seed), seed + 1, no_beat)
-    with conversations_of(ranks, "Dice") as conversations:
-        return conversations.sample(engine, rows_of(len(PROMPTS)), PROMPTS, SEEDS, DRAWN, seed + 1, no_beat)
+    with conversations_of(ranks, environment) as conversations:
+        return conversations.sample(engine, rows, PROMPTS, SEEDS, DRAWN, seed + 1, no_beat)
 
 
 def assert_same(found: Rollouts, expected: Rollouts) -> None:
@@ -87,14 +87,15 @@ def test_an_engine_that_is_killed_in_mid_rollout_changes_nothing(
     """Its turns go to the other engine, and to itself once it has been started again and given the same version."""
     gate = group.gate("decode", 1).close()
     with ThreadPoolExecutor() as pool, conversations_of(ranks, "Dice") as conversations:
-        arguments = (rows_of(len(PROMPTS)), PROMPTS, SEEDS, DRAWN, 1, no_beat)
+        rows = rows_of(len(PROMPTS))
+        arguments = (rows, PROMPTS, SEEDS, DRAWN, 1, no_beat)
         made = pool.submit(conversations.sample, trainer, *arguments)
         until(gate.reached.exists)
         group.kill(1)
         gate.open()
         group.start(1)
         found = made.result()
-    expected = in_process(ranks)
+    expected = in_process(ranks, rows)
     assert_same(found, expected)
     assert max(len(one.episode.turns) for group in expected for one in group if one.episode) > 2
     counts = trainer.take_counts()
@@ -103,28 +104,29 @@ def test_an_engine_that_is_killed_in_mid_rollout_changes_nothing(
 
 
 def test_rollouts_that_lost_all_engines_begin_anew_with_the_next_weights(
-    group: EngineGroup, trainer: RemoteEngines, ranks: Ranks
+    group: EngineGroup, trainer: RemoteEngines, ranks: Ranks, tmp_path: Path
 ) -> None:
     """Sampled ahead: what was begun with weights that no engine has any more is forgotten, with its environments, and
-    no rollout has turns of two versions. Those that are over are kept."""
-    gate = group.gate("decode", 1)
-    with conversations_of(ranks, "Dice") as conversations:
-        source = conversations.source(rows_of(len(PROMPTS)), PROMPTS, SEEDS, DRAWN)
-        gate.close()
+    no rollout has turns of two versions. Prompts whose rollouts are over are kept."""
+    waits = [True, False, True, False, False]
+    for name in ("held", "free"):
+        (tmp_path / name).mkdir()
+    rows = rows_of(len(waits), waits=waits, folder=[str(tmp_path / ("held" if one else "free")) for one in waits])
+    with conversations_of(ranks, "Waiting", timeout_s=600.0) as conversations:
+        source = conversations.source(rows, PROMPTS, SEEDS, DRAWN)
         trainer.continuous.begin(source, 1)
-        until(lambda: gate.reached.exists() and source.made)
+        until(lambda: len(source.made) == waits.count(False))
         for rank in range(2):
             group.kill(rank)
-        gate.open()
         group.start_missing()
         trainer.load(tiny_model(seed=1), 2, no_beat)
-        kept = set(source.made)
+        assert not source.is_waiting
+        (tmp_path / "held" / "over").touch()
         trainer.continuous.collect(no_beat)
         made = source.results()
-    assert 0 < len(kept) < len(PROMPTS)
-    of_version = {version: in_process(ranks, version - 1) for version in (1, 2)}
-    expected = [of_version[1 if index in kept else 2][index] for index in range(len(PROMPTS))]
-    assert_same(made, expected)
+    of_version = [in_process(ranks, rows, seed, "Waiting") for seed in range(2)]
+    assert_same(made, [of_version[one][index] for index, one in enumerate(waits)])
+    assert tokens_of(made) != tokens_of(of_version[0])
     assert tokens_of(made) != tokens_of(of_version[1])
 
 
