@@ -76,7 +76,8 @@ def test_a_run_without_a_controller_is_shown_as_such(rlhf: Rlhf, monkeypatch: py
     assert watched(run_dir, rlhf, monkeypatch).count(advice) == 1
 
 
-def test_a_run_whose_nodes_do_not_start_is_shown_as_such(rlhf: Rlhf) -> None:
+def test_a_run_whose_nodes_do_not_start_is_shown_as_such(rlhf: Rlhf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
     with living_controller() as owner:
         run = RunFiles(load_site().runs_dir).created()
         for state in (RunState.PREFLIGHT, RunState.QUEUED):
