@@ -69,13 +69,17 @@ def find_waits(ranks: Sequence[RankStatus]) -> list[GroupWait]:
     A rank without a flight recorder is waited for if it is outside all collectives and no other is missing.
     """
     statuses = {rank.rank: rank for rank in ranks}
+    missing: dict[tuple[object, ...], tuple[int, ...]] = {}  # once for all of the thousands that wait in a collective
     found = []
     for rank in ranks:
         for place in rank.process_groups:
-            missing, absent = _missing(rank.rank, place, statuses), _absent_peers(rank.rank, place, statuses)
-            both = GroupWait(rank.rank, place, missing), GroupWait(rank.rank, place, absent, is_for_peer=True)
-            found += [wait for wait in both if wait.missing]
-    return found
+            if place.waits_in is not None:
+                collective = place.name, place.backend, place.waits_in, place.members
+                if collective not in missing:
+                    missing[collective] = _missing(place, place.waits_in, statuses)
+                found.append(GroupWait(rank.rank, place, missing[collective]))
+            found.append(GroupWait(rank.rank, place, _absent_peers(rank.rank, place, statuses), is_for_peer=True))
+    return [wait for wait in found if wait.missing]
 
 
 def find_culprits(waits: Sequence[GroupWait]) -> tuple[int, ...]:
@@ -111,10 +115,9 @@ def find_disagreement(ranks: Sequence[RankStatus]) -> Disagreement | None:
     for places in waiting.values():
         one = next(iter(places.values()))
         operations = {rank: _operation(place) for rank, place in places.items()}
-        is_complete = {*(one.members or (rank.rank for rank in ranks))} <= {*places} and len(
-            {place.waits_in for place in places.values()}
-        ) == 1
-        if is_complete and len(set(operations.values())) > 1:
+        has_all = {*(one.members or (rank.rank for rank in ranks))} <= {*places}
+        is_same = len({place.waits_in for place in places.values()}) == 1
+        if has_all and is_same and len(set(operations.values())) > 1:
             return Disagreement(one, operations)
     return None
 
@@ -127,14 +130,12 @@ def _ends(waits: Sequence[GroupWait]) -> tuple[int, ...]:
     return tuple(sorted({rank for wait in waits for rank in wait.missing} - {wait.rank for wait in waits}))
 
 
-def _missing(rank: int, place: GroupPlace, statuses: Mapping[int, RankStatus]) -> tuple[int, ...]:
-    """Members that have not entered the collective that a rank waits in."""
-    if place.waits_in is None:
-        return ()
-    others = [statuses[member] for member in place.members or statuses if member != rank and member in statuses]
-    entered = {one.rank: _entered(one, place) for one in others if one.process_groups}
-    behind = [number for number, last in entered.items() if last is not None and last < place.waits_in]
-    return tuple(sorted(behind or [one.rank for one in others if not one.process_groups and not one.in_collective]))
+def _missing(place: GroupPlace, number: int, statuses: Mapping[int, RankStatus]) -> tuple[int, ...]:
+    """Members that have not entered a collective of the group that others wait in."""
+    members = [statuses[member] for member in place.members or statuses if member in statuses]
+    entered = {one.rank: _entered(one, place) for one in members if one.process_groups}
+    behind = [rank for rank, last in entered.items() if last is not None and last < number]
+    return tuple(sorted(behind or [one.rank for one in members if not one.process_groups and not one.in_collective]))
 
 
 def _entered(status: RankStatus, place: GroupPlace) -> int | None:
