@@ -171,6 +171,17 @@ def test_a_record_that_was_overwritten_accuses_nobody(last: str, blamed: tuple[i
     assert blame(ranks).ranks == blamed
 
 
+def test_only_numbers_of_one_group_are_compared_for_the_last_collective() -> None:
+    """A rank may have begun a send in a group without collectives since."""
+    numbers = {0: 40, 1: 8, 2: 9}
+    ranks = [
+        one.model_copy(update={"collective": "gloo:all_reduce", "collective_sequence": numbers[one.rank]})
+        for one in job("dp0>2 tp0=40", "dp0>2 world=8", "world=9")
+    ]
+    verdict = blame([*ranks, rank(3, 12.0, state="T")])
+    assert (verdict.ranks, verdict.collective_sequence) == ((3,), 9)
+
+
 def test_a_wrong_shape_is_a_mismatch_of_the_deviating_rank() -> None:
     verdict = blame(job("world=7?", "world=7?", "world=7?5"))
     assert (verdict.kind, verdict.ranks) == (FailureKind.COLLECTIVE_MISMATCH, (2,))

@@ -225,7 +225,8 @@ def _blame_late(ranks: Sequence[RankStatus], late: Sequence[RankStatus], inside:
 
 
 def _newest_group(rank: RankStatus) -> str:
-    return rank.process_groups[0].name if rank.process_groups else ""
+    """Group of the collective that a rank has entered last; empty if it is unknown."""
+    return next((place.name for place in rank.process_groups if place.entered), "")
 
 
 def _numbers(ranks: Sequence[RankStatus]) -> tuple[int, ...]:
