@@ -211,6 +211,11 @@ only until a strong source has reported, and before the first step, while the ra
 without a pattern for steps may report none: it counts as training after 8 seconds with progress. If it has a long
 set-up and its steps are in TensorBoard alone, name the sources in `trainer.progress`.
 
+One rank may print the steps for all: the first one or, with Megatron, the last. All ranks are told the newest step of
+any. A rank that sees no steps itself counts as training once it has made progress after the first step of the job;
+until then it has the limits of the set-up, so one that still loads or compiles is not taken for hung because another
+one is ahead.
+
 The actors of Ray (OpenRLHF, verl) are not found: before the first step, any process of the launch line counts, and then
 only steps and checkpoints of the job. `rlhf wrap` therefore sets `supervise.floor_s` to half an hour for them. On
 several nodes, `ray_node.sh` waits 15 minutes for all of them to join Ray (`RLHF_RAY_TIMEOUT_S`), then ends with the

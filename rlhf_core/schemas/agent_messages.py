@@ -147,6 +147,14 @@ class WorkerEndOrder(Schema):
     """Its process id on that node."""
 
 
+class NewestStep(Schema):
+    """Newest step of the workers of a group that is restarted together."""
+
+    generation: int = -1
+    """Generation of these workers: a restart may begin at an earlier step."""
+    step: int = 0
+
+
 class GroupOrders(Schema):
     """Orders of agent 0 about one group."""
 
@@ -162,6 +170,8 @@ class GroupOrders(Schema):
     """Ranks in the last request for evidence; empty for all."""
     inspect: InspectionOrder = InspectionOrder()
     """Inspection of all workers."""
+    newest: NewestStep = NewestStep()
+    """Newest step of any worker, to be shown to all: some see no steps themselves."""
 
 
 class Orders(Schema):

@@ -97,9 +97,12 @@ def test_a_request_to_stop_outlives_the_workers(slots: SlotFile) -> None:
 
 
 def test_a_restart_finds_no_worker_of_the_previous_one(slots: SlotFile) -> None:
-    Beat(slots.path, 0).beat(Phase.TRAIN, 9)
+    beat = Beat(slots.path, 0)
+    beat.beat(Phase.TRAIN, 9)
+    slots.show_step(9)
+    assert beat.step_of_group() == 9
     slots.clear()
-    assert slots.read(0).pid == 0
+    assert (slots.read(0).pid, Beat(slots.path, 0).step_of_group()) == (0, 0)
 
 
 def test_another_process_beats_into_the_same_slot(slots: SlotFile) -> None:

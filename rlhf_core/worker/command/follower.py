@@ -4,16 +4,14 @@ The worker exits with the rank's exit code or signal, so that everything that fo
 restart) is the same as for a native worker. The program's output goes to the worker's log.
 """
 
-import contextlib
 import os
 import signal
 import time
 from pathlib import Path
 
 from rlhf_core.errors import BadInput, TrainerIncomplete
-from rlhf_core.files.whole import read_model
 from rlhf_core.schemas.command_trainer import SIGHTS, CommandTrainer, ProgressSource
-from rlhf_core.schemas.reports import AgentStatus, Phase
+from rlhf_core.schemas.reports import Phase
 from rlhf_core.training.types import RoleResult, WorkerContext
 from rlhf_core.worker import processes
 from rlhf_core.worker.command.job_record import JobRecord
@@ -69,7 +67,7 @@ class Follower:
         self._place = LaunchPlace(context, trainer, agree(context, trainer))
         checkpoint, first_step = self._place.order.checkpoint, int(self._place.values["checkpoint_step"])
         self._program = TrainerProgram(self._place, self._status, prefix, reporter)
-        self._progress = TrainerProgress(trainer, first_step, checkpoint, self._read_step_of_job)
+        self._progress = TrainerProgress(trainer, first_step, checkpoint, reporter.step_of_group)
         self._sources: list[Source] = []
         self._next_poll_s = 0.0
         self._output = RankOutput(self._place.rank_output, context.local_rank, follows=trainer.launch == "per_node")
@@ -149,18 +147,6 @@ class Follower:
         """Record the program's current step; raise if it has started from scratch or if ranks train alone."""
         self._progress.note_steps(readings)
         self._require_together()
-
-    def _read_step_of_job(self) -> int:
-        """Newest step of the ranks on the first node, from the status that its agent publishes; 0 if it is unknown.
-
-        Metrics would not do: a program may print its steps alone.
-        """
-        node = self._place.order.node or self._context.node
-        status = None
-        with contextlib.suppress(OSError):
-            status = read_model(self._context.restart_dir.agent_status(node), AgentStatus)
-        ranks = status.ranks if status is not None else ()
-        return max((one.step for one in ranks if one.role is self._context.role), default=0)
 
     def _require_together(self) -> None:
         """Raise if ranks train alone: none fails, each produces the same model, and all but one waste their work.

@@ -8,7 +8,7 @@ from rlhf_core.schemas.reports import Phase
 from rlhf_core.worker.command.observation import Reading, StepFigures
 
 STEADY_POLLS = 16
-"""Polls with progress after which a rank that sees no steps may count as training."""
+"""Polls with progress after which a rank counts as training if nothing tells where its program reports steps."""
 
 Readings = Sequence[tuple[ProgressSource, Reading]]
 """One reading of each source."""
@@ -25,21 +25,29 @@ class TrainerProgress:
         Args:
             first_step: Step of the checkpoint that it resumes from; 0 if it starts from the beginning.
             checkpoint: Name of that checkpoint.
-            read_step_of_job: Reads the newest step of the ranks on the first node, 0 if it is unknown.
+            read_step_of_job: Reads the newest step of all ranks, 0 if it is unknown.
         """
         self.first_step = first_step
-        self.step = first_step
-        """Newest step."""
         self.phase = Phase.SETUP
         self._trainer = trainer
         self._checkpoint = checkpoint
         self._read_step_of_job = read_step_of_job
+        self._own_step = first_step
+        self._has_job_begun = False
+        self._is_in_step = False
         self._has_resumed = first_step == 0
         self._low_scalars: dict[str, int] = {}
         self._num_strong = 0
 
+    @property
+    def step(self) -> int:
+        """Newest step: of this rank or, if it sees none, of the ranks that it trains with."""
+        if self._own_step > self.first_step or not self._is_in_step:
+            return self._own_step
+        return max(self.first_step, self._read_step_of_job())
+
     def note_steps(self, readings: Readings) -> None:
-        """Record the current step.
+        """Record the current step of this rank.
 
         Raises:
             TrainerIncomplete: the program was to resume but has started from scratch.
@@ -48,7 +56,7 @@ class TrainerProgress:
         if not self._has_resumed:
             scalars = [found for kind, one in readings if kind is ProgressSource.TENSORBOARD for found in one.metrics]
             self._judge_start(steps, scalars)
-        self.step = max([self.step, *(step for _, step in steps)])
+        self._own_step = max([self._own_step, *(step for _, step in steps)])
 
     def _judge_start(self, steps: Sequence[tuple[ProgressSource, int]], scalars: Sequence[StepFigures]) -> None:
         high = {kind for kind, step in steps if step >= self.first_step}
@@ -97,6 +105,7 @@ class TrainerProgress:
         """
         has_progress = any(one.moved and SIGHTS[kind].is_strong for kind, one in readings)
         self._num_strong += has_progress
+        self._follow_job(has_progress=has_progress)
         # A set-up has collectives as well, and between them a rank may prepare data for long while the others wait.
         life_counts = self._num_strong == 0 or (self.phase is Phase.SETUP and is_between_collectives)
         has_moved = has_progress or (life_counts and any(one.moved for _, one in readings))
@@ -104,18 +113,26 @@ class TrainerProgress:
             self.phase = self._present_phase(readings)
         return has_moved
 
+    def _follow_job(self, *, has_progress: bool) -> None:
+        """Notice that this rank moves with the job: often one rank alone prints the steps, the first or the last.
+
+        Only progress after the job's first step counts: a rank may prepare, load or compile for long while another one
+        is ahead of it.
+        """
+        self._is_in_step = self._is_in_step or (has_progress and self._has_job_begun)
+        self._has_job_begun = self._read_step_of_job() > self.first_step
+
     def _present_phase(self, readings: Readings) -> Phase:
         reported = next((one.phase for _, one in readings if one.phase is not None), None)
-        if self.step >= self._trainer.num_steps and reported in (None, Phase.TRAIN):
+        step = self.step
+        if step >= self._trainer.num_steps and reported in (None, Phase.TRAIN):
             # The program may now write, merge or upload its model for minutes, without a further step.
             return Phase.CHECKPOINT
         if reported is not None:
             return reported
-        if self.step > self.first_step or self.phase is Phase.TRAIN:
+        if step > self.first_step or self.phase is Phase.TRAIN:
             return Phase.TRAIN
-        if self._trainer.framework != "script" or self._num_strong <= STEADY_POLLS:
-            return Phase.SETUP
         # Arbitrary programs may report no steps at all; continued progress is then the only evidence. Others may have
-        # as many collectives in their set-up, and often one rank alone prints the steps.
-        is_training = not self._trainer.reports_steps or self._read_step_of_job() > self.first_step
-        return Phase.TRAIN if is_training else Phase.SETUP
+        # as many collectives in their set-up.
+        may_report_steps = self._trainer.framework != "script" or self._trainer.reports_steps
+        return Phase.SETUP if may_report_steps or self._num_strong <= STEADY_POLLS else Phase.TRAIN

@@ -8,9 +8,9 @@ The agent's requests to its workers (save, stop) are flags in the header of the 
 cannot get lost: it exists before the worker starts, cannot kill a worker that has no handler yet, may be set twice, and
 is read where the worker can act on it, between two steps rather than in the middle of a C++ call.
 
-Layout, 64-bit integers in native byte order: a header of 8 (``MAGIC``, slots, unused, stop, questions), then 32
-per local rank (pid, collectives entered, left, sequence, step, phase, monotonic nanoseconds, warm phases, number of
-represented processes, their pids). Each is written by a single 8-byte store, so a reader sees either
+Layout, 64-bit integers in native byte order: a header of 8 (``MAGIC``, slots, unused, stop, questions, newest step of
+the group), then 32 per local rank (pid, collectives entered, left, sequence, step, phase, monotonic nanoseconds, warm
+phases, number of represented processes, their pids). Each is written by a single 8-byte store, so a reader sees either
 the old value or the new one.
 ``struct.pack_into`` is unsuitable: it zeroes its target first, so a worker preempted in between would look as if it had
 been silent since boot. ``multiprocessing.shared_memory`` is unsuitable too: on Python 3.11 the first worker to exit
@@ -55,7 +55,7 @@ The set-up becomes warm only once left: it beats for every part of data and weig
 such as the start of an engine, do not recur as those of a step do."""
 
 # Word offsets in the header, and in a slot.
-_MAGIC_AT, _NUM_SLOTS_AT, _, _STOP_AT, _QUESTIONS_AT = range(5)
+_MAGIC_AT, _NUM_SLOTS_AT, _, _STOP_AT, _QUESTIONS_AT, _GROUP_STEP_AT = range(6)
 _PID, _ENTERED, _LEFT, _SEQUENCE, _STEP, _PHASE, _BEAT_NS, _WARM, _NUM_REPRESENTED = range(9)
 _REPRESENTED = _NUM_REPRESENTED + 1
 
@@ -145,7 +145,8 @@ class SlotFile:
             _remove(stale)
 
     def clear(self) -> None:
-        """Clear the previous restart's workers. A request to stop stays."""
+        """Clear the previous restart's workers and their newest step. A request to stop stays."""
+        self._words[_GROUP_STEP_AT] = 0
         for local_rank in range(self.num_slots):
             self.clear_worker(local_rank)
 
@@ -172,6 +173,10 @@ class SlotFile:
         """Ask every worker for its current collective; returns the number of the question."""
         self._words[_QUESTIONS_AT] += 1
         return self._words[_QUESTIONS_AT]
+
+    def show_step(self, step: int) -> None:
+        """Show every worker the newest step of the group, on all nodes."""
+        self._words[_GROUP_STEP_AT] = step
 
     def store(self, restart: int) -> Path:
         """Rendezvous file for a start whose workers are all on this node: private to this user, needs no port."""
@@ -347,6 +352,10 @@ class Beat:
     def questions(self) -> int:
         """Number of times the agent has asked for this worker's collective. Callable from any thread."""
         return self._words[_QUESTIONS_AT]
+
+    def step_of_group(self) -> int:
+        """Newest step of the workers of this worker's group on all nodes, as told by agent 0; 0 before the first."""
+        return self._words[_GROUP_STEP_AT]
 
     def enter(self) -> None:
         """Note the start of a collective."""

@@ -1,11 +1,12 @@
 """Agent 0's checks of all nodes for lost agents, failed workers and hung workers."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from rlhf_core.diagnosis.hangs.liveness import GapTracker
-from rlhf_core.schemas.agent_messages import NodeState
+from rlhf_core.schemas.agent_messages import NewestStep, NodeState
 from rlhf_core.schemas.failures import FailureKind
+from rlhf_core.schemas.reports import RankStatus
 from rlhf_core.schemas.supervision import SuperviseSpec
 from rlhf_core.worker.channel.messages import AgentChannel
 from rlhf_core.worker.event_log import EventLog
@@ -47,7 +48,10 @@ class FailureDetector:
         reachable = {index for index in states if self._channel.silence_s(index) <= UNHEARD_TIMEOUT_S}
         for role, one in groups.items():
             found = [state for index, state in here[role].items() if index in reachable]
-            one.observe(orders.still_wanted(role, found), self._tracker, now_s)
+            ranks = orders.still_wanted(role, found)
+            one.observe(ranks, self._tracker, now_s)
+            if not one.is_alone:
+                self._share_newest_step(one, ranks)
         conditions = {role: one.condition for role, one in groups.items()}
         for role, one in groups.items():
             states_here = here[role]
@@ -72,6 +76,18 @@ class FailureDetector:
         orders = self._node.orders
         ending = any(orders.group(one.group.role).kill == one.group.generation for one in self._node.joint_groups)
         return min(LAST_STATE_TIMEOUT_S, self._agent_floor_s) if ending else self._agent_floor_s
+
+    def _share_newest_step(self, one: SupervisedGroup, ranks: Iterable[RankStatus]) -> None:
+        """Tell all workers of a group the newest step of any.
+
+        Often one rank alone prints the steps of an external program, on any node.
+        """
+        role, generation, orders = one.group.role, one.group.generation, self._node.orders
+        known = orders.group(role).newest
+        step = max((rank.step for rank in ranks), default=0)
+        if step > (known.step if known.generation == generation else 0):
+            orders.change_group(role, newest=NewestStep(generation=generation, step=step))
+        one.show_step(orders.group(role))
 
     def _end_all(self, one: SupervisedGroup) -> None:
         """Order all workers of a failed group killed on every node, after their peers had time to report."""

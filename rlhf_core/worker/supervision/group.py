@@ -73,6 +73,7 @@ class SupervisedGroup:
         """
         group = self.group
         if not self.is_alone:
+            self.show_step(orders)
             if orders.kill == group.generation and not group.killing:
                 log_killed("agent 0 ends all workers")
                 group.end()
@@ -81,6 +82,11 @@ class SupervisedGroup:
         found = {local for local, one in group.workers.items() if one.pid in pids and local not in group.exits}
         if found:
             group.end(found)
+
+    def show_step(self, orders: GroupOrders) -> None:
+        """Show this node's workers the newest step of any worker of this start."""
+        if orders.newest.generation == self.group.generation:
+            self.group.seat.slots.show_step(orders.newest.step)
 
     def observe(self, ranks: Sequence[RankStatus], tracker: GapTracker, now_s: float) -> None:
         """Record, on agent 0, the group's state on all nodes."""

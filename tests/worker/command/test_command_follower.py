@@ -14,7 +14,7 @@ from process_tools import is_alive, until
 from rlhf_core.files.appended import read_models
 from rlhf_core.schemas.attempts import AttemptState, Role
 from rlhf_core.schemas.failures import Action, FailureKind
-from rlhf_core.schemas.reports import MetricsLine
+from rlhf_core.schemas.reports import MetricsLine, Phase
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.training]
 
@@ -305,6 +305,23 @@ def test_a_hang_that_only_collectives_show_is_found(
     incident = run.incident(0)
     assert incident.failure_kind is failure, incident.message
     assert message in incident.message
+
+
+def test_a_hang_is_found_in_training_although_only_the_last_node_prints_steps(agent_run: MakeRun) -> None:
+    """As with Megatron. With the limit of the set-up, which most ranks never left, this test would run out of time."""
+    options, patterns = ["2000", "300", "loop", "--last-rank-prints"], [r"step (?P<step>\d+) loss (?P<loss>\S+)"]
+    run = agent_run(
+        num_nodes=2,
+        trainer=with_a_group(*options, stdout_patterns=patterns, num_steps=2_000),
+        supervise={"floor_s": 10.0, "setup_floor_s": 900.0, "suspect_s": 5.0, "max_restarts": 0},
+    )
+    for index in range(2):
+        run.start(index, 2, native=True)
+    run.finish_all()
+    incident = run.incident(0)
+    assert (incident.failure_kind, incident.suspect_ranks) == (FailureKind.HANG, (1,)), incident.message
+    assert incident.phase == Phase.TRAIN
+    assert 0 < incident.step < 300, "told by the rank that prints"
 
 
 def rank_of(run: AgentRun, local_rank: int) -> int | None:

@@ -10,15 +10,12 @@ from typing import Any
 
 import psutil
 import pytest
-from made_reports import rank_status
 from process_tools import until
 from program_contexts import context_of, trainer_of
 
-from rlhf_core.files.whole import write_model
 from rlhf_core.run_dir.run import new_run_id
-from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.command_trainer import ProgressSource
-from rlhf_core.schemas.reports import AgentStatus, Phase
+from rlhf_core.schemas.reports import Phase
 from rlhf_core.training.types import WorkerContext
 from rlhf_core.worker.command import launch_order
 from rlhf_core.worker.command.follower import Follower
@@ -37,12 +34,18 @@ MakeFollowers = Callable[..., list[Follower]]
 
 
 @pytest.fixture
-def followers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeFollowers]:
+def slots() -> Iterator[SlotFile]:
+    """Slots of two ranks."""
+    file = SlotFile(new_run_id("toy"), 1, "here", 2)
+    yield file
+    file.remove()
+
+
+@pytest.fixture
+def followers(tmp_path: Path, slots: SlotFile, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeFollowers]:
     """Make the followers of both ranks of a node."""
-    slots = SlotFile(new_run_id("toy"), 1, "here", 2)
     monkeypatch.setenv(SLOTS_VARIABLE, str(slots.path))
     with ExitStack() as started:
-        started.callback(slots.remove)
 
         def make(**trainer: Any) -> list[Follower]:
             first = context_of(tmp_path, argv=[sys.executable, "-c", PROGRAM], resume="", **trainer)
@@ -124,23 +127,17 @@ def test_work_between_the_collectives_of_a_set_up_is_a_sign_of_life(followers: M
     assert weak.num_polls == num_polls, "what does not count is not looked for"
 
 
-def test_a_rank_trains_once_the_first_one_has_printed_a_step(followers: MakeFollowers) -> None:
-    """Steps without metrics are in no `metrics.jsonl`. In its set-up, a rank may be silent for half an hour."""
+def test_a_rank_trains_once_any_other_has_printed_a_step(followers: MakeFollowers, slots: SlotFile) -> None:
+    """In its set-up, a rank may be silent for half an hour; later, it is at the step that agent 0 shows to all."""
     follower = followers(stdout_patterns=[r"step (?P<step>\d+)/"])[1]
     follower._sources = [Fake(ProgressSource.COLLECTIVES, Reading(moved=True))]
-    polls = iter(range(1, 100))
-
-    def phase_after(step: int) -> Phase:
-        ranks = (rank_status(1, step=0), rank_status(0, step=step))
-        status = AgentStatus(
-            node="node0", node_index=0, attempt=1, restart=0, sequence=1, role=Role.TRAINER, ranks=ranks
-        )
-        write_model(follower._context.restart_dir.agent_status("node0"), status)
-        for _ in range(STEADY_POLLS + 1):
-            follower._poll(float(next(polls)))
-        return follower._progress.phase
-
-    assert [phase_after(0), phase_after(1)] == [Phase.SETUP, Phase.TRAIN]
+    for now_s in range(1, 2 * STEADY_POLLS):
+        follower._poll(float(now_s))
+    assert follower._progress.phase is Phase.SETUP
+    slots.show_step(1)
+    for now_s in range(100, 102):
+        follower._poll(float(now_s))
+    assert (slots.read(1).phase, slots.read(1).step) == (Phase.TRAIN, 1)
 
 
 def test_the_processes_of_a_node_are_searched_less_and_less_often(

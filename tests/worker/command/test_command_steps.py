@@ -85,11 +85,16 @@ def test_scalars_that_go_on_from_the_beginning_are_a_start_over(
     [
         ({"stdout_patterns": [r"step (?P<step>\d+)"]}, 0, Phase.SETUP),
         ({"progress": ["tensorboard", "collectives", "activity"]}, 0, Phase.SETUP),
-        ({"stdout_patterns": [r"step (?P<step>\d+)"]}, 7, Phase.TRAIN),
+        ({"framework": "transformers"}, 0, Phase.SETUP),
         ({"stdout_patterns": [r"rank \d+ at \d+"]}, 0, Phase.TRAIN),
         ({}, 0, Phase.TRAIN),
+        ({"stdout_patterns": [r"step (?P<step>\d+)"]}, 7, Phase.TRAIN),
+        ({"framework": "transformers"}, 7, Phase.TRAIN),
     ],
-    ids=["no step was printed", "no step was logged", "another rank prints", "no pattern of steps", "nothing is known"],
+    ids=[
+        *("no step was printed", "no step was logged", "no step of transformers"),
+        *("no pattern of steps", "nothing is known", "another rank prints", "another rank of transformers"),
+    ],
 )
 def test_a_long_set_up_is_training_only_where_no_step_can_tell(
     settings: dict[str, object], step_of_job: int, phase: Phase
@@ -102,3 +107,43 @@ def test_a_long_set_up_is_training_only_where_no_step_can_tell(
     assert progress.phase is phase
     is_alive = progress.advance([(ProgressSource.ACTIVITY, Reading(moved=True))], is_between_collectives=True)
     assert is_alive is (phase is Phase.SETUP)
+
+
+COLLECTIVE = [(ProgressSource.COLLECTIVES, Reading(moved=True))]
+ACTIVITY = [(ProgressSource.ACTIVITY, Reading(moved=True))]
+
+
+def follow_the_job_at_once(self: TrainerProgress, *, has_progress: bool) -> None:
+    """Take a step of any rank for one of this rank."""
+    self._is_in_step = self._read_step_of_job() > self.first_step
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["", "control: the step of another rank is enough"])
+def test_a_rank_that_compiles_while_another_one_prints_is_still_set_up(
+    monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    """The ranks have met in a barrier; in the set-up, work counts as a sign of life, for as long as it takes."""
+    if not waits:
+        monkeypatch.setattr(TrainerProgress, "_follow_job", follow_the_job_at_once)
+    step_of_job = 0
+    trainer = CommandTrainer.model_validate({"argv": ["train"], "num_steps": 9, "stdout_patterns": [r"(?P<step>\d+)"]})
+    progress = TrainerProgress(trainer, first_step=0, checkpoint="", read_step_of_job=lambda: step_of_job)
+    progress.advance(COLLECTIVE, is_between_collectives=True)
+    step_of_job = 1
+    progress.advance(COLLECTIVE, is_between_collectives=True)  # it may have moved before that step
+    beats = [progress.advance(ACTIVITY, is_between_collectives=True) for _ in range(3)]
+    assert (beats, progress.phase) == (([True] * 3, Phase.SETUP) if waits else ([False] * 3, Phase.TRAIN))
+
+
+def test_a_rank_that_sees_no_steps_is_at_the_step_of_the_job() -> None:
+    """One that sees steps is at its own: another rank may print a number that counts something else."""
+    step_of_job = 4001
+    trainer = CommandTrainer.model_validate({"argv": ["python", "train.py"], "num_steps": 5000})
+    progress = TrainerProgress(trainer, 4000, "step-004000", read_step_of_job=lambda: step_of_job)
+    progress.advance(COLLECTIVE, is_between_collectives=True)
+    assert progress.step == 4000, "it has not moved since the job made a step"
+    progress.advance(COLLECTIVE, is_between_collectives=True)
+    step_of_job = 4003
+    assert (progress.step, progress.phase) == (4003, Phase.TRAIN)
+    step_of_job = 4900
+    assert note(progress, 4004) == 4004

@@ -1,6 +1,6 @@
 """A training script around a process group that prints nothing: its collectives are all there is to see.
 
-torch_program.py STEPS STEP_OF_FAULT KIND
+torch_program.py STEPS STEP_OF_FAULT KIND [--last-rank-prints]
 """
 
 import sys
@@ -32,6 +32,8 @@ for step in range(1, steps + 1):
         dist.barrier()
     else:
         dist.all_reduce(value)
+    if "--last-rank-prints" in sys.argv and rank == dist.get_world_size() - 1:
+        print(f"step {step} loss {1 / step:.4f}", flush=True)
     time.sleep(0.05)
 if kind == "leave":
     print(f"step {steps}", flush=True)
