@@ -214,7 +214,9 @@ set-up and its steps are in TensorBoard alone, name the sources in `trainer.prog
 One rank may print the steps for all: the first one or, with Megatron, the last. All ranks are told the newest step of
 any. A rank that sees no steps itself counts as training once it has made progress after the first step of the job;
 until then it has the limits of the set-up, so one that still loads or compiles is not taken for hung because another
-one is ahead.
+one is ahead. If rank 0 prints no steps, steps and metrics are read in the log of one other rank that does; each is
+recorded once, however many ranks print it. Metrics that rank 0 and another rank share between them are read from rank 0
+only.
 
 The actors of Ray (OpenRLHF, verl) are not found: before the first step, any process of the launch line counts, and then
 only steps and checkpoints of the job. `rlhf wrap` therefore sets `supervise.floor_s` to half an hour for them. On

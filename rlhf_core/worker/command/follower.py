@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from rlhf_core.errors import BadInput, TrainerIncomplete
+from rlhf_core.files.lookups import paths_in
 from rlhf_core.schemas.command_trainer import SIGHTS, CommandTrainer, ProgressSource
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.training.types import RoleResult, WorkerContext
@@ -18,6 +19,7 @@ from rlhf_core.worker.command.job_record import JobRecord
 from rlhf_core.worker.command.launch import LaunchPlace
 from rlhf_core.worker.command.launch_order import agree
 from rlhf_core.worker.command.observation import Source, Watched
+from rlhf_core.worker.command.peer_output import PeerOutput, prints_steps
 from rlhf_core.worker.command.program import TrainerProgram
 from rlhf_core.worker.command.progress import Readings, TrainerProgress
 from rlhf_core.worker.command.rank_output import RankOutput
@@ -35,6 +37,8 @@ CASCADE_TIMEOUT_S = 5.0
 failed first, and to see the checkpoint after which the program was stopped."""
 MAX_LAST_POLLS = 100
 LAST_POLL_STEP_S = 60.0
+LAST_STEP_TIMEOUT_S = 10.0
+"""Time that the last step may take from the log of another rank to this worker, in seconds."""
 STEPS_ALONE = 3
 """Steps after which a rank without a process group is judged to train alone."""
 
@@ -69,6 +73,7 @@ class Follower:
         self._program = TrainerProgram(self._place, self._status, prefix, reporter)
         self._progress = TrainerProgress(trainer, first_step, checkpoint, reporter.step_of_group)
         self._sources: list[Source] = []
+        self._peers: PeerOutput | None = None
         self._next_poll_s = 0.0
         self._output = RankOutput(self._place.rank_output, context.local_rank, follows=trainer.launch == "per_node")
         self._record = JobRecord(context, trainer, self._place.output_dir, first_step)
@@ -80,7 +85,10 @@ class Follower:
     def run(self) -> RoleResult:
         """Follow the program until it exits."""
         with self._program.launched():
-            self._sources = make_sources(self._watched(), self._status)
+            watched = self._watched()
+            self._sources = make_sources(watched, self._status)
+            if self._context.rank == 0 and ProgressSource.STDOUT in self._trainer.sources:
+                self._peers = PeerOutput(watched, self._logs_of_peers)
             while not self._program.has_ended():
                 self._poll(time.monotonic())
             self._drain(time.monotonic())
@@ -106,6 +114,11 @@ class Follower:
         first = context.restart_dir.log(context.role, self._place.order.node or context.node, 0)
         return [own] if self._program.rank is not None or first == own else [own, first]
 
+    def _logs_of_peers(self) -> list[Path]:
+        context = self._context
+        own = context.restart_dir.log(context.role, context.node, context.local_rank)
+        return [path for path in paths_in(own.parent, f"{context.role}-*.log") if path != own]
+
     # -----------------------------------------------------------------------------------------------------------------
     # Following
 
@@ -124,7 +137,7 @@ class Follower:
         if progress.advance(readings, is_between_collectives=beat.entered == beat.left):
             beat.beat(progress.phase, progress.step)
         if self._context.rank == 0:
-            self._record.take(readings, now_s, ended=False)
+            self._record_readings(readings, now_s, ended=False)
         self._saves.answer(beat.request(), progress.step, now_s)
 
     def _drain(self, now_s: float) -> None:
@@ -139,7 +152,7 @@ class Follower:
             if not any(one.moved or one.metrics for _, one in new):
                 break
         if self._context.rank == 0:
-            self._record.take(readings, now_s, ended=True)
+            self._record_readings(readings, now_s, ended=True)
             if self._saves.is_stop_requested:  # it may exit with another code than 0 once it has saved
                 self._record.publish_last()
 
@@ -147,6 +160,15 @@ class Follower:
         """Record the program's current step; raise if it has started from scratch or if ranks train alone."""
         self._progress.note_steps(readings)
         self._require_together()
+
+    def _record_readings(self, own: Readings, now_s: float, *, ended: bool) -> None:
+        """Record readings of rank 0, with the steps and metrics that another rank prints if this one prints none."""
+        first_step = self._progress.first_step
+        if any(kind is ProgressSource.STDOUT and prints_steps(one, first_step) for kind, one in own):
+            self._peers = None
+        has_begun = max(self._progress.step, self._beat.step_of_group()) > first_step
+        of_peers = self._peers.poll(now_s) if self._peers is not None and (has_begun or ended) else ()
+        self._record.take([*own, *of_peers], now_s, ended=ended)
 
     def _require_together(self) -> None:
         """Raise if ranks train alone: none fails, each produces the same model, and all but one waste their work.
@@ -185,13 +207,26 @@ class Follower:
             processes.exit_as(code)
         if self._context.rank != 0:
             return RoleResult.DONE  # rank 0 judges a program that exited cleanly: it has the steps and checkpoints
-        self._record.close(lambda: self._beat.beat(self._progress.phase, self._progress.step))
+        self._await_last_step()
+        self._record.close(self._beat_again)
         if not self._is_complete():
             if self._saves.is_stopping:
                 return RoleResult.STOPPED_EARLY
             raise self._incomplete()
         self._record.require_last_checkpoint()
         return RoleResult.DONE
+
+    def _await_last_step(self) -> None:
+        """Wait for the last steps if another rank prints them: its worker reads them at the same time as this one."""
+        deadline = time.monotonic() + LAST_STEP_TIMEOUT_S
+        is_expected = self._peers is not None and self._trainer.reports_steps and not self._saves.is_stop_requested
+        while is_expected and self._last_step() < self._trainer.num_steps and time.monotonic() < deadline:
+            self._beat_again()
+            time.sleep(SOURCES_INTERVAL_S)
+            self._record_readings((), time.monotonic(), ended=True)
+
+    def _beat_again(self) -> None:
+        self._beat.beat(self._progress.phase, self._progress.step)
 
     def _has_stopped(self, code: int) -> bool:
         """True if the program was asked to stop and has saved its state, whatever it exited with then.
@@ -228,4 +263,5 @@ class Follower:
         )
 
     def _last_step(self) -> int:
-        return max(self._progress.step, self._record.newest_step)
+        of_peers = self._peers.step if self._peers is not None else 0
+        return max(self._progress.step, of_peers, self._record.newest_step)

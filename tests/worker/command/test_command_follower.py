@@ -106,6 +106,14 @@ def test_a_program_is_followed_to_its_end(agent_run: MakeRun) -> None:
     assert not is_alive(int((output_dir(run) / "daemon").read_text())), "its leftover processes were killed"
 
 
+def test_steps_that_another_rank_prints_are_those_of_the_run(agent_run: MakeRun) -> None:
+    """The program exits before all of them are in the log, and its last checkpoint is of an earlier step."""
+    run = agent_run(trainer=external_program("--printer", "1", steps=18), checkpoint={"every_num_steps": 5})
+    code, output = run.run_through(native=True)
+    assert (code, run.outcome().state, run.outcome().last_step) == (0, AttemptState.COMPLETED, 18), output
+    assert [line.step for line in metrics(run)] == list(range(1, 19))
+
+
 @pytest.mark.parametrize(
     ("fault", "kind", "message"),
     [
@@ -322,6 +330,7 @@ def test_a_hang_is_found_in_training_although_only_the_last_node_prints_steps(ag
     assert (incident.failure_kind, incident.suspect_ranks) == (FailureKind.HANG, (1,)), incident.message
     assert incident.phase == Phase.TRAIN
     assert 0 < incident.step < 300, "told by the rank that prints"
+    assert [line.step for line in metrics(run)] == list(range(1, 300))
 
 
 def rank_of(run: AgentRun, local_rank: int) -> int | None:

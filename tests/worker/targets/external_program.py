@@ -1,9 +1,10 @@
 """A training script that knows nothing of this project and needs no torch: one process for each rank, started by hand.
 
     external_program.py OUTPUT STEPS [--every N] [--resume CHECKPOINT] [--fault RANK:STEP:KIND] [--forgets] [--leaves]
-        [--refuses] [--daemon] [--uploads SECONDS]
+        [--refuses] [--daemon] [--uploads SECONDS] [--printer RANK]
 
-The first rank prints its steps and saves. A fault strikes once: a file in the output folder remembers it.
+The first rank saves, and prints its steps unless another one does. A fault strikes once: a file in the output folder
+remembers it.
 """
 
 import argparse
@@ -27,6 +28,7 @@ parser.add_argument("--daemon", action="store_true", help="leave a process behin
 parser.add_argument("--leaves", action="store_true", help="exit once it has saved on a signal")
 parser.add_argument("--uploads", type=float, default=0.0, help="seconds of silent work after the last step")
 parser.add_argument("--pause", type=float, default=0.1)
+parser.add_argument("--printer", type=int, default=0, help="rank that prints its steps")
 given = parser.parse_args()
 
 rank = int(os.environ["RANK"])
@@ -77,13 +79,13 @@ for step in range(start + 1, given.steps + 1):
             case "raise":
                 raise RuntimeError("CUDA error: an illegal memory access was encountered")
     leaves = wanted and given.leaves
-    if rank == 0:
+    if rank == given.printer:
         print(f"step {step} loss {1 / step:.4f} reward_std {0.0 if kind == 'flat' else 0.5}", flush=True)
-        if step % given.every == 0 or wanted:
-            wanted = False
-            save(step)
     elif struck_rank != rank:
         print(f"rank {rank} at {step}", flush=True)
+    if rank == 0 and (step % given.every == 0 or wanted):
+        wanted = False
+        save(step)
     if leaves:
         sys.exit(0)
 time.sleep(given.uploads)
