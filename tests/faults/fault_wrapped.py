@@ -6,7 +6,7 @@ from fault_cases import CHAIN, Expected, Kind, Scenario, expect, in_a_rank, repe
 
 PREFIX = "torchrun script"
 STEPS_BEFORE = 20
-"""Ranks that report no steps of their own count as being set up until they have made progress for some seconds."""
+"""In its first seconds of training, a rank still has the limits of the set-up: the program may compile."""
 
 
 def _kind(row: str, expected: Expected, **fields: Any) -> Kind:
