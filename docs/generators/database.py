@@ -184,15 +184,20 @@ def picture() -> str:
 
 
 def _described(described: type[Any], name: str) -> Iterator[str]:
-    meanings = strings_under_names(described)
     yield f"\n### `{name}`\n"
     yield f"{_plain(inspect.cleandoc(described.__doc__ or ''))}\n"
     yield "| column | type | unit | meaning |"
     yield "|---|---|---|---|"
     for column in described.__table__.columns:
         key = ", *key*" if column.primary_key and described.__table__.metadata is metadata else ""
-        meaning = _plain(meanings[column.name])
+        meaning = _plain(_meaning(described, column))
         yield f"| `{column.name}` | {_kind(column)}{key} | {_unit(column)} | {cell(meaning)} |"
+
+
+def _meaning(described: type[Any], column: Any) -> str:
+    """The string under a column of a table or view, or under the table's column that a view shows."""
+    shown = column.info.get("as_in")
+    return strings_under_names(shown.class_)[shown.key] if shown else strings_under_names(described)[column.name]
 
 
 def _plain(text: str) -> str:

@@ -98,17 +98,19 @@ class GoodputCache(Base):
     ingest_stamp: Mapped[int] = mapped_column(BigInteger)
     """``runs.ingest_stamp`` at the time of computation."""
     wall_s: Mapped[float]
-    """As in ``run_goodput``."""
+    """From the request to the end (of an active run: to its newest ingested line), without ``undriven_times``."""
     queue_s: Mapped[float]
-    """As in ``run_goodput``."""
+    """From submission to start, over all attempts (view ``attempt_times``)."""
     productive_s: Mapped[float]
-    """As in ``run_goodput``."""
+    """``time/step_s`` of valid steps. If an external trainer logs only some steps, their mean counts for all; if it
+    reports no step times, the time from the first to the last metric of each restart counts."""
     repeated_s: Mapped[float]
-    """As in ``run_goodput``."""
+    """The same of repeated steps."""
     lost_s: Mapped[float]
-    """As in ``run_goodput``."""
+    """Time lost to incidents, as in ``run_lost_time``."""
     ettr: Mapped[float | None]
-    """As in ``run_goodput``."""
+    """Effective training time ratio: productive_s / (wall_s - queue_s), 0 to 1; preflight, setup, waits and evaluation
+    also lower it. Null for a run without any time."""
 
 
 class RunLease(Base):

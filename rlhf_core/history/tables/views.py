@@ -1,15 +1,22 @@
 """Views of the history, declared for queries and for ``docs/database.md``. Their SQL is in ``view_sql``."""
 
 from datetime import datetime
+from typing import TypeVar
 
 from sqlalchemy import Double, Integer, MetaData
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy.orm import DeclarativeBase, InstrumentedAttribute, Mapped, mapped_column
 
+from rlhf_core.history.tables.attempts import Attempt, NodeTelemetry, Restart
 from rlhf_core.history.tables.base import CleanText, UtcDateTime
+from rlhf_core.history.tables.incidents import Incident
+from rlhf_core.history.tables.metrics import Metric
+from rlhf_core.history.tables.runs import GoodputCache, Run, RunEvent
+
+T = TypeVar("T")
 
 
 class ViewBase(DeclarativeBase):
-    """Base class of the views. Their primary keys are declared only for SQLAlchemy."""
+    """Base class of the views. SQLAlchemy demands their primary keys; exports sort by them."""
 
     metadata = MetaData()
     type_annotation_map = {  # noqa: RUF012 - SQLAlchemy reads it from the class
@@ -20,28 +27,27 @@ class ViewBase(DeclarativeBase):
     }
 
 
+def as_in(column: InstrumentedAttribute[T]) -> Mapped[T]:
+    """Column with the type and the meaning of a table's column, which ``info["as_in"]`` leads to."""
+    stored = column.expression
+    return mapped_column(stored.type, primary_key=stored.primary_key, nullable=stored.nullable, info={"as_in": column})
+
+
 class RunCurve(ViewBase):
     """Valid metrics, by step. A restart rewinds to before its first step; values of earlier restarts from that step on
     belong to discarded weights and are omitted."""
 
     __tablename__ = "run_curve"
 
-    run_id: Mapped[str] = mapped_column(primary_key=True)
-    """Run."""
+    run_id = as_in(Metric.run_id)
     key: Mapped[str] = mapped_column(primary_key=True)
     """Name of the metric, as in ``metric_keys``."""
-    step: Mapped[int] = mapped_column(primary_key=True)
-    """Optimizer step, from 1."""
-    attempt: Mapped[int]
-    """Attempt that ran it, from 1."""
-    restart: Mapped[int]
-    """Restart that ran it, from 0."""
-    value: Mapped[float | None]
-    """Value; null if it is not finite."""
-    non_finite: Mapped[str | None]
-    """``NaN``, ``Infinity`` or ``-Infinity``; null for a finite value."""
-    time: Mapped[datetime]
-    """End of the step."""
+    step = as_in(Metric.step)
+    attempt = as_in(Metric.attempt)
+    restart = as_in(Metric.restart)
+    value = as_in(Metric.value)
+    non_finite = as_in(Metric.non_finite)
+    time = as_in(Metric.time)
 
 
 class AttemptTimes(ViewBase):
@@ -50,12 +56,9 @@ class AttemptTimes(ViewBase):
 
     __tablename__ = "attempt_times"
 
-    run_id: Mapped[str] = mapped_column(primary_key=True)
-    """Run."""
-    attempt: Mapped[int] = mapped_column(primary_key=True)
-    """Attempt, from 1."""
-    submitted_at: Mapped[datetime | None]
-    """Time of submission."""
+    run_id = as_in(Attempt.run_id)
+    attempt = as_in(Restart.attempt)
+    submitted_at = as_in(Attempt.submitted_at)
     started_at: Mapped[datetime | None]
     """Earliest sign that the job runs: of its workers, or to a controller; null while it waits in the queue, and if it
     never started."""
@@ -70,8 +73,7 @@ class UndrivenTime(ViewBase):
 
     __tablename__ = "undriven_times"
 
-    run_id: Mapped[str] = mapped_column(primary_key=True)
-    """Run."""
+    run_id = as_in(RunEvent.run_id)
     began_at: Mapped[datetime] = mapped_column(primary_key=True)
     """Start."""
     ended_at: Mapped[datetime]
@@ -85,26 +87,15 @@ class RunGoodput(ViewBase):
 
     __tablename__ = "run_goodput"
 
-    run_id: Mapped[str] = mapped_column(primary_key=True)
-    """Run."""
-    name: Mapped[str]
-    """As in ``runs``."""
-    state: Mapped[str]
-    """As in ``runs``."""
-    wall_s: Mapped[float]
-    """From the request to the end (of an active run: to its newest ingested line), without ``undriven_times``."""
-    queue_s: Mapped[float]
-    """From submission to start, over all attempts (view ``attempt_times``)."""
-    productive_s: Mapped[float]
-    """``time/step_s`` of valid steps. If an external trainer logs only some steps, their mean counts for all; if it
-    reports no step times, the time from the first to the last metric of each restart counts."""
-    repeated_s: Mapped[float]
-    """The same of repeated steps."""
-    lost_s: Mapped[float]
-    """Time lost to incidents, as in ``run_lost_time``."""
-    ettr: Mapped[float | None]
-    """Effective training time ratio: productive_s / (wall_s - queue_s), 0 to 1; preflight, setup, waits and evaluation
-    also lower it. Null for a run without any time."""
+    run_id = as_in(GoodputCache.run_id)
+    name = as_in(Run.name)
+    state = as_in(Run.state)
+    wall_s = as_in(GoodputCache.wall_s)
+    queue_s = as_in(GoodputCache.queue_s)
+    productive_s = as_in(GoodputCache.productive_s)
+    repeated_s = as_in(GoodputCache.repeated_s)
+    lost_s = as_in(GoodputCache.lost_s)
+    ettr = as_in(GoodputCache.ettr)
 
 
 class AllGoodput(ViewBase):
@@ -112,26 +103,16 @@ class AllGoodput(ViewBase):
 
     __tablename__ = "all_goodput"
 
-    run_id: Mapped[str] = mapped_column(primary_key=True)
-    """Run."""
-    name: Mapped[str]
-    """As in ``runs``."""
-    state: Mapped[str]
-    """As in ``runs``."""
-    created_at: Mapped[datetime]
-    """As in ``runs``."""
-    wall_s: Mapped[float]
-    """As in ``run_goodput``."""
-    queue_s: Mapped[float]
-    """As in ``run_goodput``."""
-    productive_s: Mapped[float]
-    """As in ``run_goodput``."""
-    repeated_s: Mapped[float]
-    """As in ``run_goodput``."""
-    lost_s: Mapped[float]
-    """As in ``run_goodput``."""
-    ettr: Mapped[float | None]
-    """As in ``run_goodput``."""
+    run_id = as_in(GoodputCache.run_id)
+    name = as_in(Run.name)
+    state = as_in(Run.state)
+    created_at = as_in(Run.created_at)
+    wall_s = as_in(GoodputCache.wall_s)
+    queue_s = as_in(GoodputCache.queue_s)
+    productive_s = as_in(GoodputCache.productive_s)
+    repeated_s = as_in(GoodputCache.repeated_s)
+    lost_s = as_in(GoodputCache.lost_s)
+    ettr = as_in(GoodputCache.ettr)
 
 
 class DuplicateIncident(ViewBase):
@@ -140,10 +121,8 @@ class DuplicateIncident(ViewBase):
 
     __tablename__ = "duplicate_incidents"
 
-    run_id: Mapped[str] = mapped_column(primary_key=True)
-    """Run."""
-    incident_id: Mapped[str] = mapped_column(primary_key=True)
-    """As in ``incidents``."""
+    run_id = as_in(Incident.run_id)
+    incident_id = as_in(Incident.incident_id)
 
 
 class Interruption(ViewBase):
@@ -151,20 +130,13 @@ class Interruption(ViewBase):
 
     __tablename__ = "interruptions"
 
-    run_id: Mapped[str] = mapped_column(primary_key=True)
-    """Run."""
-    incident_id: Mapped[str] = mapped_column(primary_key=True)
-    """As in ``incidents``."""
-    attempt: Mapped[int]
-    """As in ``incidents``."""
-    restart: Mapped[int]
-    """As in ``incidents``."""
-    failure_kind: Mapped[str]
-    """As in ``incidents``."""
-    detected_after_s: Mapped[float | None]
-    """As in ``incidents``."""
-    seen_at: Mapped[datetime]
-    """As in ``incidents``."""
+    run_id = as_in(Incident.run_id)
+    incident_id = as_in(Incident.incident_id)
+    attempt = as_in(Incident.attempt)
+    restart = as_in(Incident.restart)
+    failure_kind = as_in(Incident.failure_kind)
+    detected_after_s = as_in(Incident.detected_after_s)
+    seen_at = as_in(Incident.seen_at)
 
 
 class IncidentLostTime(ViewBase):
@@ -172,12 +144,9 @@ class IncidentLostTime(ViewBase):
 
     __tablename__ = "incident_lost_time"
 
-    run_id: Mapped[str] = mapped_column(primary_key=True)
-    """Run."""
-    incident_id: Mapped[str] = mapped_column(primary_key=True)
-    """As in ``incidents``."""
-    failure_kind: Mapped[str]
-    """Kind of failure."""
+    run_id = as_in(Incident.run_id)
+    incident_id = as_in(Incident.incident_id)
+    failure_kind = as_in(Incident.failure_kind)
     downtime_s: Mapped[float]
     """From the last step finished before the incident to the start of the first step of a later restart, including the
     wait for a new attempt, but no ``undriven_times``; or to the next interruption or the end of the run, whichever came
@@ -193,8 +162,7 @@ class RunLostTime(ViewBase):
 
     __tablename__ = "run_lost_time"
 
-    run_id: Mapped[str] = mapped_column(primary_key=True)
-    """Run."""
+    run_id = as_in(Incident.run_id)
     failure_kind: Mapped[str] = mapped_column(primary_key=True)
     """Kind of failure."""
     num_incidents: Mapped[int]
@@ -213,8 +181,7 @@ class RunStepTime(ViewBase):
 
     __tablename__ = "run_step_time"
 
-    run_id: Mapped[str] = mapped_column(primary_key=True)
-    """Run."""
+    run_id = as_in(Metric.run_id)
     key: Mapped[str] = mapped_column(primary_key=True)
     """Metric ``time/...``; ``time/step_s`` is the whole step."""
     num_steps: Mapped[int]
@@ -232,20 +199,13 @@ class RunRecovery(ViewBase):
 
     __tablename__ = "run_recoveries"
 
-    run_id: Mapped[str] = mapped_column(primary_key=True)
-    """Run."""
-    incident_id: Mapped[str] = mapped_column(primary_key=True)
-    """As in ``incidents``."""
-    attempt: Mapped[int]
-    """Attempt of the incident, from 1."""
-    restart: Mapped[int]
-    """Restart of the incident, from 0."""
-    failure_kind: Mapped[str]
-    """Kind of failure."""
-    detected_after_s: Mapped[float | None]
-    """As in ``incidents``."""
-    seen_at: Mapped[datetime]
-    """Time of the detection."""
+    run_id = as_in(Incident.run_id)
+    incident_id = as_in(Incident.incident_id)
+    attempt = as_in(Incident.attempt)
+    restart = as_in(Incident.restart)
+    failure_kind = as_in(Incident.failure_kind)
+    detected_after_s = as_in(Incident.detected_after_s)
+    seen_at = as_in(Incident.seen_at)
     first_step_at: Mapped[datetime | None]
     """End of the first step of a later restart; null if there is none."""
     recovery_s: Mapped[float | None]
@@ -280,18 +240,12 @@ class NodeFigure(ViewBase):
 
     __tablename__ = "node_figures"
 
-    run_id: Mapped[str] = mapped_column(primary_key=True)
-    """Run."""
-    attempt: Mapped[int] = mapped_column(primary_key=True)
-    """Attempt, from 1."""
-    restart: Mapped[int] = mapped_column(primary_key=True)
-    """Restart, from 0."""
-    node: Mapped[str] = mapped_column(primary_key=True)
-    """Node."""
-    time: Mapped[datetime] = mapped_column(primary_key=True)
-    """End of the interval, by the clock of the node."""
-    seconds: Mapped[float]
-    """Length of the interval."""
+    run_id = as_in(NodeTelemetry.run_id)
+    attempt = as_in(NodeTelemetry.attempt)
+    restart = as_in(NodeTelemetry.restart)
+    node = as_in(NodeTelemetry.node)
+    time = as_in(NodeTelemetry.time)
+    seconds = as_in(NodeTelemetry.seconds)
     key: Mapped[str] = mapped_column(primary_key=True)
     """Name of the value, for instance ``gpu0_power_w``; ``docs/telemetry.md`` lists them. Units are in the names."""
     value: Mapped[float]
@@ -303,12 +257,9 @@ class NodeImbalance(ViewBase):
 
     __tablename__ = "node_imbalance"
 
-    run_id: Mapped[str] = mapped_column(primary_key=True)
-    """Run."""
-    attempt: Mapped[int] = mapped_column(primary_key=True)
-    """Attempt, from 1."""
-    restart: Mapped[int] = mapped_column(primary_key=True)
-    """Restart, from 0."""
+    run_id = as_in(NodeTelemetry.run_id)
+    attempt = as_in(NodeTelemetry.attempt)
+    restart = as_in(NodeTelemetry.restart)
     finding: Mapped[str] = mapped_column(primary_key=True)
     """The node and its difference, in one sentence."""
     began_at: Mapped[datetime] = mapped_column(primary_key=True)
