@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 import pytest
 
-from rlhf_core.text.formatting import count, duration, figure, listed, missing_steps, size
+from rlhf_core.text.formatting import count, duration, figure, listed, markdown_table, missing_steps, size
 
 
 @pytest.mark.parametrize(
@@ -69,3 +69,13 @@ def test_steps_without_metrics_are_listed(known: Collection[int], total: int, st
 @pytest.mark.parametrize(("most", "text"), [(1, "a and 2 more"), (2, "a, b and 1 more"), (3, "a, b, c")])
 def test_the_first_of_many_names_are_listed(most: int, text: str) -> None:
     assert listed(["a", "b", "c"], most) == text
+
+
+def test_a_table_has_a_line_per_row_below_its_head() -> None:
+    assert markdown_table(("", "step"), [("last", 7), ("best", "*5*")]) == [
+        "|  | step |",
+        "| --- | --- |",
+        "| last | 7 |",
+        "| best | *5* |",
+    ]
+    assert markdown_table(("step",), []) == ["| step |", "| --- |"]

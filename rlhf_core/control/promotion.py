@@ -25,7 +25,7 @@ from rlhf_core.launch.promote import (
     read_answer,
     write_model_directory,
 )
-from rlhf_core.render.summary import Summary, interval, signed
+from rlhf_core.render.summary import Summary, accuracy_table
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import PromotionState, RunState, StageName, StageState
 from rlhf_core.schemas.base import utc_now
@@ -35,7 +35,7 @@ from rlhf_core.schemas.regression import regression_text
 from rlhf_core.schemas.reports import EvaluationReport
 from rlhf_core.schemas.stored_spec import StoredSpec
 from rlhf_core.text.escaping import markdown, markdown_code
-from rlhf_core.text.formatting import THROUGH_PREFECT, attributed
+from rlhf_core.text.formatting import THROUGH_PREFECT, attributed, markdown_table
 
 POLICY = "promote.when=always"
 """Approver that is recorded if no approval is required."""
@@ -318,12 +318,7 @@ def _results(summary: Summary) -> Iterator[str]:
     if summary.regressed:
         yield f"> **Regressed**: {markdown(regression_text(summary.regressed))}."
         yield ""
-    yield "| held-out | before | after | gain |"
-    yield "|---|---|---|---|"
-    for row in summary.accuracy:
-        if row.after is not None:
-            name = f"{markdown(row.metric)}, {row.name}"
-            yield f"| {name} | {interval(row.before)} | {interval(row.after)} | {signed(row.gain)} |"
+    yield from accuracy_table([row for row in summary.accuracy if row.after is not None])
     yield ""
 
 
@@ -331,10 +326,10 @@ def _incidents(summary: Summary) -> Iterator[str]:
     if not summary.incidents:
         yield "No incidents on the way."
         return
-    yield "| incident | attempt | what happened |"
-    yield "|---|---|---|"
-    for one in summary.incidents:
-        yield f"| {one.failure_kind.value} | {one.attempt} | {_cell(one.message)} |"
+    yield from markdown_table(
+        ("incident", "attempt", "what happened"),
+        ((one.failure_kind.value, one.attempt, _cell(one.message)) for one in summary.incidents),
+    )
 
 
 def _samples(summary: Summary) -> Sequence[str]:
@@ -342,11 +337,11 @@ def _samples(summary: Summary) -> Sequence[str]:
     after = next((row.after for row in summary.accuracy if row.after is not None and row.after.samples), None)
     if after is None:
         return ()
-    rows = [
-        f"| {_cell(sample.prompt)} | {_cell(sample.completion)} | {_cell(sample.answer)} | {sample.score:g} |"
+    rows = (
+        (_cell(sample.prompt), _cell(sample.completion), _cell(sample.answer), f"{sample.score:g}")
         for sample in after.samples[:SHOWN_SAMPLES]
-    ]
-    return ("| prompt | completion | answer | score |", "|---|---|---|---|", *rows, "")
+    )
+    return (*markdown_table(("prompt", "completion", "answer", "score"), rows), "")
 
 
 def _cell(text: str) -> str:

@@ -8,7 +8,7 @@ from rlhf_core.schemas.regression import regression_text, regressions
 from rlhf_core.schemas.reports import EvaluationReport
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.text.escaping import markdown, markdown_code, yaml_scalar
-from rlhf_core.text.formatting import attributed
+from rlhf_core.text.formatting import attributed, markdown_table
 
 TO_WRITE = "*To be written by the person who publishes this model.*"
 
@@ -79,28 +79,23 @@ def _body(provenance: ModelProvenance, spec: RunSpec) -> Iterator[str]:
     if worse:
         yield f"**Regressed**: {markdown(regression_text(worse))}."
         yield ""
-    yield from _table(provenance.evaluations)
+    yield from markdown_table(("", "before", "after"), _results(provenance.evaluations))
     yield ""
     yield "## How it was made"
     yield ""
-    yield "| | |"
-    yield "|---|---|"
-    for name, value in _making(provenance, spec).items():
-        yield f"| {name} | {value} |"
+    yield from markdown_table(("", ""), _making(provenance, spec).items())
     yield ""
     yield "`rlhf.json` contains the full specification and the SHA-256 of every file in this folder."
     for title in ("Intended use", "Limitations", "License"):
         yield from ("", f"## {title}", "", TO_WRITE)
 
 
-def _table(reports: tuple[EvaluationReport, ...]) -> Iterator[str]:
-    yield "| | before | after |"
-    yield "|---|---|---|"
+def _results(reports: tuple[EvaluationReport, ...]) -> Iterator[tuple[str, str, str]]:
     for name in dict.fromkeys(report.name for report in reports):
         of_name = {report.when: report for report in reports if report.name == name}
         shown = next(iter(of_name.values()))
         title = markdown(f"{shown.metric}, {name}")
-        yield f"| {title} | {_interval(of_name.get('before'))} | {_interval(of_name.get('after'))} |"
+        yield title, _interval(of_name.get("before")), _interval(of_name.get("after"))
 
 
 def _interval(report: EvaluationReport | None) -> str:

@@ -14,7 +14,7 @@ from rlhf_core.render.progress import METRICS, RunProgress
 from rlhf_core.render.timeline import Timeline, TimelineIncident, collective_text, decision_text, suspects_text
 from rlhf_core.schemas.checks import CheckResult
 from rlhf_core.text.escaping import markdown, markdown_code, markdown_quote
-from rlhf_core.text.formatting import count, duration, listed
+from rlhf_core.text.formatting import count, duration, listed, markdown_table
 
 MAX_INCIDENTS = 20
 """Number of newest incidents that are shown in full; earlier ones are only counted."""
@@ -66,16 +66,14 @@ def _incident(timeline: Timeline, found: TimelineIncident, *, shows_evidence: bo
         "to blame": markdown(suspects_text(incident)),
         "collective": markdown_code(collective_text(incident), in_table=True) if incident.collective else "",
     }
+    decisions = [("decision", markdown(decision_text(one))) for one in timeline.decisions_on(found)]
     step = f", step {incident.step}" if incident.step else ""
     return [
         f"## {incident.failure_kind.value}{step}",
         "",
         markdown_quote(incident.message),
         "",
-        "| | |",
-        "|---|---|",
-        *(f"| {name} | {value} |" for name, value in facts.items() if value),
-        *(f"| decision | {markdown(decision_text(one))} |" for one in timeline.decisions_on(found)),
+        *markdown_table(("", ""), [(name, value) for name, value in facts.items() if value] + decisions),
         "",
         *(_evidence(found) if shows_evidence else []),
     ]

@@ -19,7 +19,7 @@ from rlhf_core.schemas.reports import EvaluationReport, gain
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.stored_spec import StoredSpec
 from rlhf_core.text.escaping import markdown, markdown_code
-from rlhf_core.text.formatting import count, duration
+from rlhf_core.text.formatting import count, duration, markdown_table
 
 if TYPE_CHECKING:
     from rlhf_core.history.queries import RunDetails
@@ -103,20 +103,15 @@ def summary_markdown(summary: Summary, timeline: Timeline, details: "RunDetails 
         *(["", f"> {summary.missing_steps}"] if summary.missing_steps else []),
         *(["", f"> No step was reported; {markdown(summary.steps_hint)}"] if summary.steps_hint else []),
         "",
-        *(["| held-out | before | after | gain |", "|---|---|---|---|"] if summary.accuracy else []),
-        *(
-            f"| {markdown(f'{row.metric}, {row.name}')} | {interval(row.before)} | {interval(row.after)} "
-            f"| {signed(row.gain)} |"
-            for row in summary.accuracy
-        ),
+        *(accuracy_table(summary.accuracy) if summary.accuracy else []),
         "",
         *([links, ""] if links else []),
         *_promotion(timeline),
         *_times(details, has_step_times=spec.trainer.kind == "native"),
         *_incidents_and_decisions(timeline),
-        "| stage | seconds |",
-        "|---|---|",
-        *(f"| {markdown(title)} | {seconds:.1f} |" for title, seconds in summary.stage_seconds),
+        *markdown_table(
+            ("stage", "seconds"), ((markdown(title), f"{seconds:.1f}") for title, seconds in summary.stage_seconds)
+        ),
         "",
         f"Run directory: {markdown_code(str(summary.run_dir))}",
         "",
@@ -129,6 +124,17 @@ def summary_markdown(summary: Summary, timeline: Timeline, details: "RunDetails 
 def _engine_nodes(spec: RunSpec) -> str:
     engines, nodes = spec.rollout.engines, spec.rollout.nodes
     return f", {count(engines, 'rollout engine')} on {count(nodes, 'node')} of their own" if nodes else ""
+
+
+def accuracy_table(rows: Sequence[Accuracy]) -> list[str]:
+    """Format the held-out results before and after training as a table in Markdown."""
+    return markdown_table(
+        ("held-out", "before", "after", "gain"),
+        (
+            (markdown(f"{row.metric}, {row.name}"), interval(row.before), interval(row.after), signed(row.gain))
+            for row in rows
+        ),
+    )
 
 
 def interval(report: EvaluationReport | None) -> str:
@@ -168,21 +174,13 @@ def _times(details: "RunDetails | None", *, has_step_times: bool) -> list[str]:
         ("steps made again", duration(goodput["repeated_s"])),
         ("lost to failures, with these", duration(goodput["lost_s"])),
         ("goodput, queue not counted", f"{goodput['ettr']:.1%}" if has_share else ""),
+        *(
+            (f"lost to {markdown(row['failure_kind'])}", f"{duration(row['lost_s'])}, {row['num_incidents']} of them")
+            for row in details.lost_time
+        ),
+        ("weight syncs", markdown(weight_sync_text(details.weight_syncs))),
     ]
-    lost = [
-        f"| lost to {markdown(row['failure_kind'])} | {duration(row['lost_s'])}, {row['num_incidents']} of them |"
-        for row in details.lost_time
-    ]
-    syncs = weight_sync_text(details.weight_syncs)
-    sync_rows = [f"| weight syncs | {markdown(syncs)} |"] if syncs else []
-    return [
-        "| time | |",
-        "|---|---|",
-        *(f"| {name} | {value} |" for name, value in rows if value),
-        *lost,
-        *sync_rows,
-        "",
-    ]
+    return [*markdown_table(("time", ""), (row for row in rows if row[1])), ""]
 
 
 def _incidents_and_decisions(timeline: Timeline) -> list[str]:
@@ -196,11 +194,9 @@ def _incidents_and_decisions(timeline: Timeline) -> list[str]:
     if not found:
         return ["No incident.", ""]
     return [
-        "| at (UTC) | attempt | incident | message, decision |",
-        "|---|---|---|---|",
-        *(
-            f"| {at:%Y-%m-%d %H:%M:%S} | {number} | {kind} | {markdown(text)} |"
-            for at, number, kind, text in sorted(found)
+        *markdown_table(
+            ("at (UTC)", "attempt", "incident", "message, decision"),
+            ((f"{at:%Y-%m-%d %H:%M:%S}", number, kind, markdown(text)) for at, number, kind, text in sorted(found)),
         ),
         "",
     ]

@@ -1,6 +1,6 @@
 """Formatting of figures for users: the same in the terminal, in reports and in Prefect."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
 
 _SHOWN = 5
@@ -54,6 +54,11 @@ def listed(names: Sequence[str], most: int, separator: str = ", ") -> str:
 
 
 _LONGEST_CLAIM = 128
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    """Format a table in Markdown, a line per row. Cells are Markdown: the caller has escaped untrusted text."""
+    return [f"| {' | '.join(map(str, cells))} |" for cells in (head, ["---"] * len(head), *rows)]
 
 
 def attributed(name: str, account: str) -> str:
