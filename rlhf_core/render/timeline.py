@@ -5,6 +5,8 @@ the history. The command line, the HTML report and Prefect's artifacts are built
 which each formatter escapes for its own output.
 """
 
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -117,12 +119,15 @@ class Timeline:
         """Decisions about an incident. One without an incident number, from the controller or from version 0.1, applies
         to all incidents of its restart."""
         here = (found.run_dir, found.incident.attempt, found.incident.restart)
-        return [
-            one.decision
-            for one in self.decisions
-            if (one.run_dir, one.decision.attempt, one.decision.restart) == here
-            and one.decision.number in (0, found.incident.number)
-        ]
+        return [one for one in self._decisions_by_restart.get(here, ()) if one.number in (0, found.incident.number)]
+
+    @cached_property
+    def _decisions_by_restart(self) -> Mapping[tuple[RunDir, int, int], Sequence[Decision]]:
+        """A run that waits for a node for weeks has thousands of incidents, each with its decision."""
+        by_restart = defaultdict(list)
+        for one in self.decisions:
+            by_restart[one.run_dir, one.decision.attempt, one.decision.restart].append(one.decision)
+        return by_restart
 
     def ending(self, attempt: int, message: str) -> str:
         """The end of an attempt, beside its incidents: its message, or the kind of the incident that has it."""
@@ -234,11 +239,12 @@ def _standstill(incident: Incident) -> TimelineEntry | None:
 def _recoveries(incidents: Sequence[Incident], first_steps: Sequence[FirstStep]) -> list[TimelineEntry]:
     """Build an entry for the first step after each incident; of several without a step in between, after the last."""
     last: dict[FirstStep, Incident] = {}
+    steps = sorted(first_steps, key=_restart)
     for incident in sorted(incidents, key=lambda one: one.seen_at):
-        start = (incident.attempt, incident.restart)
-        later = [one for one in first_steps if (one.attempt, one.restart) > start and one.time > incident.seen_at]
-        if later:
-            last[min(later, key=lambda one: (one.attempt, one.restart))] = incident
+        after = range(bisect_right(steps, _restart(incident), key=_restart), len(steps))
+        first = next((steps[index] for index in after if steps[index].time > incident.seen_at), None)
+        if first is not None:
+            last[first] = incident
     return [
         TimelineEntry(
             first.time,
@@ -248,6 +254,10 @@ def _recoveries(incidents: Sequence[Incident], first_steps: Sequence[FirstStep])
         )
         for first, incident in last.items()
     ]
+
+
+def _restart(of: Incident | FirstStep) -> tuple[int, int]:
+    return of.attempt, of.restart
 
 
 def _fields(row: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
