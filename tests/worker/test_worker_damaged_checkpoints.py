@@ -155,7 +155,7 @@ def decisions(tmp_path: Path) -> GroupDecisions:
     job = Job(run_dir, 1, nodes, make_spec(), Placement(attempt=1, num_nodes=1, phases=()), {}, ())
     events = EventLog("here", run_dir.attempt(1).restart(0))
     channel = AgentChannel(nodes, MemoryAgentStore())
-    return GroupDecisions(job, channel, Leader(run_dir, 1, events), events, ExternalRequests())
+    return GroupDecisions(job, channel, Leader(run_dir, 1, events), ExternalRequests())
 
 
 def ends_of_a_program(

@@ -74,7 +74,7 @@ def test_workers_are_not_restarted_beside_killed_ones_that_have_not_ended(
     group = GivenProcess(GroupPlan.on_all_nodes(Role.TRAINER, 1, 2), 0, restart, seat)
     silent = rank_status(0, age_s=90.0)
     group.hang = Hang(HangVerdict(FailureKind.HANG, (), "silent"), (silent,), 90.0)
-    decisions = GroupDecisions(job, channel, leader, EventLog("here", restart), ExternalRequests())
+    decisions = GroupDecisions(job, channel, leader, ExternalRequests())
     ends = {index: NodeEnd(num_workers=1, num_left=num_left) for index, num_left in enumerate(left)}
     ends[2] = NodeEnd(num_workers=0)
     step = decisions.conclude(group, ends, restart)
@@ -99,9 +99,7 @@ def test_workers_that_saved_without_being_asked_had_no_time_left(
     group = GivenProcess(
         GroupPlan.on_all_nodes(Role.TRAINER, 1, 1), 0, restart, GroupSeat("here", 0, slots, channel.clock)
     )
-    decisions = GroupDecisions(
-        job, channel, leader_of(run_dir), EventLog("here", restart), ExternalRequests(stop=asked)
-    )
+    decisions = GroupDecisions(job, channel, leader_of(run_dir), ExternalRequests(stop=asked))
     outcome = WorkerOutcome(
         role=Role.TRAINER,
         rank=0,
@@ -126,7 +124,7 @@ def test_an_agent_lost_between_two_starts_is_an_incident_of_its_own(run_dir: Run
     restart, leader = run_dir.attempt(1).restart(1), leader_of(run_dir)
     requests = ExternalRequests(broken="its agent is silent", broken_kind=kind, broken_node="there")
     channel = AgentChannel(nodes, MemoryAgentStore())
-    step = GroupDecisions(job, channel, leader, EventLog("here", restart), requests).may_start(restart)
+    step = GroupDecisions(job, channel, leader, requests).may_start(restart)
     incident = final_incident(run_dir.attempt(1))
     assert incident is not None
     assert (step.action, step.kind) == ("end", kind)

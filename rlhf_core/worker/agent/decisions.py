@@ -20,7 +20,6 @@ from rlhf_core.worker.agent.leader import Leader, RestartBudget
 from rlhf_core.worker.channel.messages import AgentChannel
 from rlhf_core.worker.channel.store import host_worker_store
 from rlhf_core.worker.command.launch_order import read_checkpoint
-from rlhf_core.worker.event_log import EventLog
 from rlhf_core.worker.evidence import exit_reports
 from rlhf_core.worker.evidence.exit_reports import NodeReport
 from rlhf_core.worker.groups.base import WorkerGroup
@@ -30,13 +29,10 @@ from rlhf_core.worker.supervision.external_requests import ExternalRequests
 class GroupDecisions:
     """Agent 0's decisions; each is recorded before it is acted on."""
 
-    def __init__(
-        self, job: Job, channel: AgentChannel, leader: Leader, events: EventLog, requests: ExternalRequests
-    ) -> None:
+    def __init__(self, job: Job, channel: AgentChannel, leader: Leader, requests: ExternalRequests) -> None:
         self._job = job
         self._channel = channel
         self._leader = leader
-        self._events = events
         self._requests = requests
         self._worker_budgets: dict[Role, RestartBudget] = {}
         self._worker_stores: dict[Role, object] = {}
@@ -145,7 +141,7 @@ class GroupDecisions:
         outcomes = [worker.outcome for end in ends.values() for worker in end.workers]
         early = any(outcome.stopped_early for outcome in outcomes if outcome is not None)
         how = "saved a checkpoint and ended early" if early else "ended well"
-        self._events.add("role_ended", f"role {role} {how}", role, stopped_early=early)
+        self._leader.events.add("role_ended", f"role {role} {how}", role, stopped_early=early)
         if early:
             stop = self._requests.stop
             why = stop or "another step and its checkpoint would not have fitted into the time limit"
@@ -178,7 +174,7 @@ class GroupDecisions:
         choice = _not_beside(left, choice)
         self._leader.record_decision(restart_dir, choice, number)
         if failure.damaged_checkpoint and choice.action is not Action.STOP:
-            self.damaged.put_aside(failure, restart_dir, self._events)
+            self.damaged.put_aside(failure, restart_dir, self._leader.events)
         return choice
 
     # -----------------------------------------------------------------------------------------------------------------

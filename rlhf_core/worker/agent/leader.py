@@ -37,7 +37,8 @@ class Leader:
 
     def __init__(self, run_dir: RunDir, attempt: int, events: EventLog) -> None:
         self._run_dir = run_dir
-        self._events = events
+        self.events = events
+        """Events of this node."""
         self._dir: AttemptDir = run_dir.attempt(attempt)
         self.reserve = Reserve(self._dir.reserve, RESERVED_FILES)
         """Space reserved for the outcome, and the incident before it, in case the disk fills up."""
@@ -127,7 +128,7 @@ class Leader:
         )
         self.write(restart_dir.incident(number), incident)
         message = f"incident ({failure.kind}): {failure.message}"
-        self._events.add("incident", message, role, failure_kind=failure.kind, number=number)
+        self.events.add("incident", message, role, failure_kind=failure.kind, number=number)
         return number
 
     def record_decision(self, restart_dir: RestartDir, choice: Choice, number: int) -> None:
@@ -143,7 +144,7 @@ class Leader:
             delay_s=choice.delay_s,
         )
         self.write(restart_dir.decision(number), decision)
-        self._events.add("decision", f"decision: {choice.reason}", action=choice.action, number=number)
+        self.events.add("decision", f"decision: {choice.reason}", action=choice.action, number=number)
 
     # -----------------------------------------------------------------------------------------------------------------
     # The end

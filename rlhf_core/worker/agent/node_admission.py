@@ -19,7 +19,6 @@ from rlhf_core.worker.agent.decisions import GroupDecisions
 from rlhf_core.worker.agent.job import Job
 from rlhf_core.worker.agent.leader import Leader
 from rlhf_core.worker.channel.messages import AgentChannel
-from rlhf_core.worker.event_log import EventLog
 from rlhf_core.worker.groups.fork_server import ForkServer
 from rlhf_core.worker.nodes import facts as node_facts
 from rlhf_core.worker.nodes.probe import FACTS_S, Probe, in_a_sentence
@@ -37,7 +36,6 @@ class NodeAdmission:
         job: Job,
         channel: AgentChannel,
         leader: Leader,
-        events: EventLog,
         agreement: Agreement,
         decisions: GroupDecisions,
         requests: ExternalRequests,
@@ -46,7 +44,6 @@ class NodeAdmission:
         self._job = job
         self._channel = channel
         self._leader = leader
-        self._events = events
         self._agreement = agreement
         self._decisions = decisions
         self._requests = requests
@@ -97,7 +94,7 @@ class NodeAdmission:
             step = self._without(joined)
             channel.publish("orders", Orders(over=step))
             return step
-        self._events.add(
+        self._leader.events.add(
             "peer", f"the agents of all {channel.nodes.num} nodes have joined: {', '.join(channel.nodes.names)}"
         )
         return None
@@ -155,7 +152,7 @@ class NodeAdmission:
         self._leader.write(self._job.attempt_dir.probe_report, report)
         counts = Counter(one.status.value for one in report.results)
         listed = ", ".join(f"{count} {status}" for status, count in counts.items())
-        self._events.add("probe", f"nodes checked in {report.seconds} s: {listed}", Role.PROBE)
+        self._leader.events.add("probe", f"nodes checked in {report.seconds} s: {listed}", Role.PROBE)
 
     def _unfit(self, blocking: Sequence[CheckResult]) -> AgreedStep:
         """End the attempt because of these findings, with the nodes to exclude if nodes are to blame."""

@@ -94,12 +94,11 @@ class Agent:
             lambda: self._fork_server.started,
         )
         self._agreement = Agreement(channel, self._supervisor.requests, self._supervisor.main_thread.take_turn)
-        self._decisions = GroupDecisions(job, channel, leader, events, self._supervisor.requests)
+        self._decisions = GroupDecisions(job, channel, leader, self._supervisor.requests)
         self._admission = NodeAdmission(
             job,
             channel,
             leader,
-            events,
             self._agreement,
             self._decisions,
             self._supervisor.requests,
