@@ -34,8 +34,6 @@ class MetricWarning:
     rule: HealthRule | str
     """Rule as named in ``health.off``, or ``non_finite``, which is always judged."""
     kind: FailureKind
-    since_step: int
-    """First logged step that shows it."""
     step: int
     """Step at which it is reported."""
     message: str
@@ -175,7 +173,7 @@ class MetricJudge:
             return None
         row.is_reported = True
         since = f", since step {row.since_step}" if row.num_lines > 1 else ""
-        return MetricWarning(rule.name, rule.kind, row.since_step, step, f"At step {step}{since}: {found}")
+        return MetricWarning(rule.name, rule.kind, step, f"At step {step}{since}: {found}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
