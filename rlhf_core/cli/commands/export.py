@@ -92,13 +92,13 @@ def _export(
     store: "HistoryStore", run_ids: Sequence[str], to: Target, out: str, *, artifacts: bool
 ) -> Sequence[Path | str]:
     """Export runs as they are now. Returns the places of what was written."""
-    from rlhf_core.history import queries
+    from rlhf_core.history.queries.exports import pruned_runs
     from rlhf_core.render.exports import files, mlflow, tensorboard, wandb
 
     for run_id in run_ids:
         catch_up(store, run_id)
-        if queries.show_run(store, run_id).run["metrics_pruned"]:
-            output.warn(f"{run_id}: {PRUNED_METRICS}.")
+    for run_id in pruned_runs(store, run_ids):
+        output.warn(f"{run_id}: {PRUNED_METRICS}.")
     match to:
         case Target.PARQUET:
             return files.to_parquet(store, run_ids, Path(out))

@@ -22,6 +22,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.types import TypeEngine
 
+from rlhf_core.history.queries.metrics import are_pruned
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.history.tables import ViewBase, metadata
 from rlhf_core.history.tables.sqlalchemy_core import CURVE
@@ -96,6 +97,12 @@ def reading_tables(store: HistoryStore, run_ids: Sequence[str]) -> Iterator[list
             columns = [one for one in view.c if one.name not in _TWICE.get(name, ())]
             found.append(_export(connection, view, view, columns, run_ids))
         yield found
+
+
+def pruned_runs(store: HistoryStore, run_ids: Sequence[str]) -> list[str]:
+    """Find the runs of which metrics by step were removed."""
+    with store.reading() as connection:
+        return [run_id for run_id in run_ids if are_pruned(connection, run_id)]
 
 
 def curve_points(
