@@ -26,7 +26,7 @@ from rlhf_core.history.queries import evaluation_samples
 from rlhf_core.history.queries.exports import curve_points, reading_tables
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.machine.installation import pip_install
-from rlhf_core.render.exports import common
+from rlhf_core.render.exports import destination
 from rlhf_core.schemas.attempts import PromotionState, RunState
 from rlhf_core.schemas.journal import PromotionMoved
 from rlhf_core.schemas.stored_spec import StoredSpec
@@ -492,7 +492,7 @@ def test_an_error_of_mlflow_on_a_full_disk_is_explained(
         raise ValueError("database or disk is full")
 
     monkeypatch.setattr("mlflow.MlflowClient", fail)
-    monkeypatch.setattr(common.shutil, "disk_usage", lambda _path: SimpleNamespace(free=free))
+    monkeypatch.setattr(destination.shutil, "disk_usage", lambda _path: SimpleNamespace(free=free))
     assert execute(["export", "last", "--to", "mlflow", "--out", str(tmp_path)]) == (1 if free else 2)
     output = "unexpected error" if free else f"error: cannot write to {tmp_path}: its disk is full"
     assert output in capsys.readouterr().err

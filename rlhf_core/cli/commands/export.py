@@ -69,7 +69,7 @@ def export(
     the trackers in `[export]` of `rlhf.toml`.
     """
     from rlhf_core.history import queries
-    from rlhf_core.render.exports.common import writing_to
+    from rlhf_core.render.exports.destination import writing_to
     from rlhf_core.schemas.site import TRACKERS
 
     if follow and to.value not in TRACKERS:

@@ -9,7 +9,7 @@ from typing import Any
 from rlhf_core.files.whole import replacing
 from rlhf_core.history.queries.exports import ExportTable, reading_tables
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.render.exports.common import make_folder, require
+from rlhf_core.render.exports.destination import make_folder, require
 from rlhf_core.text.escaping import csv_cell, json_text
 
 

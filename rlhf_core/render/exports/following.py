@@ -9,9 +9,9 @@ from rlhf_core.condition_log import ConditionLog
 from rlhf_core.history import queries
 from rlhf_core.history.queries.exports import CurvePoint, curve_points
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.render.exports.common import TrackedRun, by_step, evaluation_points
 from rlhf_core.render.exports.mlflow import MlflowRun, bound_requests
 from rlhf_core.render.exports.tensorboard import TensorBoardRun
+from rlhf_core.render.exports.tracked_run import TrackedRun, by_step, evaluation_points
 from rlhf_core.render.exports.wandb import WandbRun, WandbServerRun
 from rlhf_core.survival import Survived
 

@@ -19,8 +19,9 @@ from rlhf_core.history.queries import RunDetails
 from rlhf_core.history.queries.exports import CurvePoint
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.render.config_text import flat, setting_text
-from rlhf_core.render.exports.common import export_whole, make_folder, require
+from rlhf_core.render.exports.destination import make_folder, require
 from rlhf_core.render.exports.mlflow_artifacts import log_artifacts
+from rlhf_core.render.exports.tracked_run import export_whole
 from rlhf_core.schemas.regression import regression_text
 from rlhf_core.text.redaction import masked
 

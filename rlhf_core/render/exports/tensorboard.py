@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, BinaryIO
 from rlhf_core.history.queries import RunDetails
 from rlhf_core.history.queries.exports import CurvePoint
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.render.exports.common import export_whole, make_folder, require
+from rlhf_core.render.exports.destination import make_folder, require
+from rlhf_core.render.exports.tracked_run import export_whole
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event

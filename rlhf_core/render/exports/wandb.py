@@ -20,7 +20,8 @@ from rlhf_core.files.whole import remove_tree
 from rlhf_core.history.queries import RunDetails
 from rlhf_core.history.queries.exports import CurvePoint
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.render.exports.common import export_whole, make_folder, require
+from rlhf_core.render.exports.destination import make_folder, require
+from rlhf_core.render.exports.tracked_run import export_whole
 from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.base import storable_text
 from rlhf_core.schemas.regression import REGRESSED
