@@ -34,7 +34,7 @@ from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.environments import turn_source
 from rlhf_core.training.environments.conversations import Conversations
 from rlhf_core.training.environments.functions import find_calls
-from rlhf_core.training.environments.open_rollout import OpenRollout, derived_seed
+from rlhf_core.training.environments.open_rollout import OpenRollout
 from rlhf_core.training.environments.pool import EnvironmentPool
 from rlhf_core.training.environments.server import TurnRequest
 from rlhf_core.training.environments.turn_source import TurnSource
@@ -42,7 +42,7 @@ from rlhf_core.training.rewards.functions import reward_arguments
 from rlhf_core.training.rewards.process import MARK_VARIABLE, start_marked
 from rlhf_core.training.rewards.scoring import Scores
 from rlhf_core.training.rollouts.base import PromptSource, PromptTask, Sampling, completion_of
-from rlhf_core.training.rollouts.seeds import sample_seed
+from rlhf_core.training.rollouts.seeds import derived_seed, sample_seed
 from rlhf_core.training.trainers.sampling import Prompt, Rollout
 from rlhf_core.training.types import Completion, Conversation, Episode, ModelTurn, Row
 
@@ -531,7 +531,7 @@ def test_seconds_of_tools_are_those_in_which_nothing_is_sampled(monkeypatch: pyt
         yield TurnRequest("answer")
         return Completion([], "", True, [])
 
-    def begin(index: int) -> list[OpenRollout]:
+    def begin(_: Any, index: int) -> list[OpenRollout]:
         one = OpenRollout(index, Row("", "", "", "", {}), index, index, [1], 9)
         one.begin(steps())
         return [one]
@@ -539,7 +539,8 @@ def test_seconds_of_tools_are_those_in_which_nothing_is_sampled(monkeypatch: pyt
     clock, pool, found = mock.Mock(), Replies(), []
     monkeypatch.setattr(turn_source, "time", clock)
     note = lambda rollouts, seconds: found.append((len(rollouts), seconds))  # noqa: E731
-    source = TurnSource(2, begin, pool, Sampling(1, 1.0, 8), note)  # type: ignore[arg-type]
+    free: Any = mock.Mock(**{"take.return_value.pool": pool})
+    source = TurnSource(2, begin, free, Sampling(1, 1.0, 8), note)
 
     def at(now_s: float, action: Callable[..., Any], *arguments: Any) -> Any:
         clock.monotonic.return_value = now_s

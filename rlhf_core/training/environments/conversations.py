@@ -12,20 +12,16 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.errors import ToolFailed
 from rlhf_core.schemas.rollouts import TurnsSpec
 from rlhf_core.training.distributed import Ranks
-from rlhf_core.training.environments.functions import message_of
-from rlhf_core.training.environments.observations import ObservationTokens
-from rlhf_core.training.environments.open_rollout import OpenRollout, Steps, by_context, derived_seed
-from rlhf_core.training.environments.pool import EnvironmentPool, Reply
-from rlhf_core.training.environments.server import TurnRequest
+from rlhf_core.training.environments.open_rollout import OpenRollout, by_context
+from rlhf_core.training.environments.pool import EnvironmentPool
+from rlhf_core.training.environments.rollout_steps import FreeSteps, RolloutSteps
 from rlhf_core.training.environments.turn_source import TurnSource
-from rlhf_core.training.rewards.functions import shown
 from rlhf_core.training.rollouts.base import RolloutEngine, Sampling, require_prompts
 from rlhf_core.training.types import Completion, Row
 
@@ -47,11 +43,9 @@ class Conversations:
         arguments: arguments of the chat template (``data/chat.py``).
         end_ids: tokens that end a turn besides the end token.
         """
-        # A copy, as rollouts ahead of training have a thread of their own, and two cannot use the same tokenizer.
-        self._tokenizer = copy.deepcopy(tokenizer)
-        self._spec, self._ranks, self._pool = spec, ranks, pool
-        self._observations = ObservationTokens(self._tokenizer, arguments, end_ids, spec.max_observation_tokens)
-        self._numbers = itertools.count()
+        self._spec, self._ranks = spec, ranks
+        own = copy.deepcopy(tokenizer)  # copied again and again, perhaps while another thread uses the given one
+        self._free = FreeSteps(pool, lambda pool: RolloutSteps(spec, pool, own, arguments, end_ids))
         self._seconds = 0.0
         self._warnings: list[str] = []
         self._noted: set[str] = set()
@@ -80,13 +74,15 @@ class Conversations:
             source = self.source(rows, prompts, seeds, sampling)
             engine.continuous.sample(source, version, beat)
             return source.results()
+        steps = self._free.take()
         rollouts = [
             one
             for index, own in enumerate(seeds)
-            for one in self._begun(index, rows[index], prompts[index], own, sampling.max_new_tokens)
+            for one in steps.begun(index, rows[index], prompts[index], own, sampling.max_new_tokens)
         ]
-        seconds = self._in_rounds(engine, rollouts, self._of_a_turn(sampling), version, beat)
-        self._pool.release(beat)
+        seconds = self._in_rounds(engine, steps.pool, rollouts, self._of_a_turn(sampling), version, beat)
+        steps.pool.release(beat)
+        self._free.put(steps)
         self._finish(rollouts, seconds)
         found = iter([one.completion for one in rollouts if one.completion is not None])
         return [[next(found) for _ in own] for own in seeds]
@@ -107,10 +103,10 @@ class Conversations:
         """
         require_prompts(prompts, seeds)
 
-        def begin(index: int) -> list[OpenRollout]:
-            return self._begun(index, rows[index], prompts[index], seeds[index], sampling.max_new_tokens)
+        def begin(steps: RolloutSteps, index: int) -> list[OpenRollout]:
+            return steps.begun(index, rows[index], prompts[index], seeds[index], sampling.max_new_tokens)
 
-        return TurnSource(len(prompts), begin, self._pool, self._of_a_turn(sampling), self._finish)
+        return TurnSource(len(prompts), begin, self._free, self._of_a_turn(sampling), self._finish)
 
     def take_seconds(self) -> float:
         """Seconds since the last call in which this rank waited for tools and environments with nothing to sample."""
@@ -139,6 +135,7 @@ class Conversations:
     def _in_rounds(
         self,
         engine: RolloutEngine,
+        pool: EnvironmentPool,
         rollouts: Sequence[OpenRollout],
         sampling: Sampling,
         version: int,
@@ -149,7 +146,7 @@ class Conversations:
         Returns:
             Seconds that this rank waited for tools and environments.
         """
-        seconds = self._ask(rollouts, beat)
+        seconds = _ask(pool, rollouts, beat)
         going = rollouts
         while any(self._ranks.sum([len(going)])):
             groups = by_context(going)
@@ -158,142 +155,18 @@ class Conversations:
             made = engine.sample(contexts, seeds, sampling, version, beat)
             for one, turn in zip(going, itertools.chain.from_iterable(made), strict=True):
                 one.go_on(turn)
-            seconds += self._ask([one for one in going if one.end is None], beat)
+            seconds += _ask(pool, [one for one in going if one.end is None], beat)
             going = [one for one in going if one.end is None]
-        return seconds + self._ask(rollouts, beat)
-
-    def _ask(self, rollouts: Sequence[OpenRollout], beat: Callable[[], None]) -> float:
-        """Have the requests of all rollouts answered, and return the seconds that it took."""
-        started = time.monotonic()
-        requests = {one.number: one.request for one in rollouts if one.request is not None}
-        replies = self._pool.ask(requests, beat)
-        seconds = time.monotonic() - started
-        for one in rollouts:
-            if one.number in replies:
-                one.go_on(replies[one.number])
-        return seconds
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # One rollout
-
-    def _begun(
-        self, index: int, row: Row, prompt: Sequence[int], seeds: Sequence[int], budget: int
-    ) -> list[OpenRollout]:
-        """Begin the rollouts of a prompt."""
-        begun = [OpenRollout(next(self._numbers), row, seed, index, list(prompt), budget) for seed in seeds]
-        for one in begun:
-            one.begin(self._steps(one))
-        return begun
-
-    def _steps(self, one: OpenRollout) -> Steps:
-        """The course of a rollout, from ``reset`` to ``get_reward``."""
-        if self._spec.environment:
-            self._begin(one, (yield _request(one, "reset", {"columns": dict(one.row.columns)})))
-        while one.end is None:
-            one.add_turn((yield None))
-            if one.end is None and one.is_lost:
-                one.end = "failure"
-            if one.end is None:
-                turn = {"text": one.turns[-1].text, "is_last": self._last_reason(one) is not None}
-                self._answer(one, (yield _request(one, "answer", turn)))
-        reward = None
-        if self._pool.has_reward and not one.is_lost:
-            reward = self._reward(one, (yield _request(one, "reward", {})))
-        return one.whole(self._tokenizer, reward)
-
-    def _begin(self, one: OpenRollout, reply: Reply) -> None:
-        if reply.get("lost"):
-            self._lose("reset", one, reply["failure"])
-            one.is_lost = True
-        elif failure := reply.get("failure"):
-            raise _failed("reset of the environment", one, failure)
-        elif reply["text"]:
-            self._complete_prompt(one, reply["text"])
-
-    def _complete_prompt(self, one: OpenRollout, added: str) -> None:
-        """Put the text of ``reset`` at the end of the prompt; its tokens count as if the model had written them."""
-        prompt = self._observations.prompt(one.row, added)
-        one.budget -= len(prompt) - len(one.prompt)  # the model has no positions for more
-        one.prompt = prompt
-        if one.budget < self._spec.max_turn_tokens:
-            problem = f"returned {len(added)} characters for the prompt, which leave no room for a turn"
-            raise _failed("reset of the environment", one, problem)
-
-    def _answer(self, one: OpenRollout, reply: Reply) -> None:
-        """Append what tools or the environment returned for the last turn."""
-        answer = self._failure(one, reply["failure"]) if "failure" in reply else reply
-        if answer is not None:
-            self._add(one, answer)
-
-    def _failure(self, one: OpenRollout, failure: str) -> Reply | None:
-        """Answer to a turn whose calls were lost, or raised in the parser; None if the rollout ends."""
-        self._lose("call", one, failure)
-        if self._spec.environment:
-            one.num_calls, one.num_failed = one.num_calls + 1, one.num_failed + 1
-            one.end, one.is_lost = "failure", True
-            return None
-        content = str({"error": f"the call {failure}"})
-        return {
-            "calls": [],
-            "content": one.turns[-1].text,
-            "observations": [{"role": "tool", "name": "tool", "content": content}],
-            "is_open": True,
-            "num_failed": 1,
-        }
-
-    def _add(self, one: OpenRollout, answer: Reply) -> None:
-        one.messages.append(message_of(answer))
-        one.is_unanswered = False
-        one.num_calls += len(answer["calls"]) or len(answer["observations"])
-        one.num_failed += answer["num_failed"]
-        if not answer["is_open"]:
-            one.end = "answer"
-            return
-        one.end = self._last_reason(one)
-        if one.end is not None:
-            return
-        observations = [
-            {**message, "content": self._observations.cut(message["content"])} for message in answer["observations"]
-        ]
-        tokens = self._observations.after(one.row, one.tokens, observations)
-        if len(one.tokens) + len(tokens) + self._spec.max_turn_tokens > one.budget:
-            one.end = "tokens"
-            return
-        one.messages += observations
-        one.add_observation(tokens, "".join(message["content"] for message in observations))
-
-    def _last_reason(self, one: OpenRollout) -> Literal["turns", "tokens"] | None:
-        """Reason why no turn can follow; None if one can."""
-        if len(one.turns) >= self._spec.max_turns:
-            return "turns"
-        return "tokens" if len(one.tokens) + self._spec.max_turn_tokens > one.budget else None
-
-    def _reward(self, one: OpenRollout, reply: Reply) -> float | None:
-        if reply.get("lost"):
-            self._lose("get_reward", one, reply["failure"])
-            return None
-        if failure := reply.get("failure"):
-            raise _failed("get_reward of the environment", one, failure)
-        value: float | None = reply["reward"]
-        return value
-
-    def _lose(self, what: str, one: OpenRollout, failure: str) -> None:
-        """Note a process that is gone, or end the run.
-
-        Raises:
-            ToolFailed: ``on_failure`` is ``stop``.
-        """
-        error = _failed(what, one, failure)
-        if self._spec.on_failure == "stop":
-            raise error
-        one.loss = one.loss or (what, str(error))
+        return seconds + _ask(pool, rollouts, beat)
 
 
-def _request(one: OpenRollout, kind: Literal["reset", "answer", "reward"], arguments: dict[str, Any]) -> TurnRequest:
-    seed = derived_seed(one.seed, f"{kind} {len(one.turns)}")
-    return TurnRequest(kind, seed, {**arguments, "seed": seed} if kind == "reset" else arguments)
-
-
-def _failed(what: str, one: OpenRollout, failure: str) -> ToolFailed:
-    turn = f" after {shown(one.turns[-1].text)}" if one.turns else ""
-    return ToolFailed(f"rollout.turns: {what} {failure}, in a rollout of prompt {one.row.uid}{turn}")
+def _ask(pool: EnvironmentPool, rollouts: Sequence[OpenRollout], beat: Callable[[], None]) -> float:
+    """Have the requests of all rollouts answered, and return the seconds that it took."""
+    started = time.monotonic()
+    requests = {one.number: one.request for one in rollouts if one.request is not None}
+    replies = pool.ask(requests, beat)
+    seconds = time.monotonic() - started
+    for one in rollouts:
+        if one.number in replies:
+            one.go_on(replies[one.number])
+    return seconds

@@ -3,28 +3,18 @@
 import itertools
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.training.environments.pool import Reply
 from rlhf_core.training.environments.server import TurnRequest
+from rlhf_core.training.rollouts.seeds import derived_seed
 from rlhf_core.training.types import Completion, Episode, ModelTurn, Row
 
 Steps = Generator[TurnRequest | None, Any, Completion]
 """Steps of a rollout: it yields requests to its tools or environment and is sent their replies, and yields None for the
 next turn and is sent that. It returns the whole rollout."""
-
-
-def derived_seed(seed: int, name: str) -> int:
-    """Seed of a part of a rollout, 63 bits.
-
-    Args:
-        seed: seed of the completion (``rollouts/seeds.py``).
-        name: the part, for instance ``turn 2``.
-    """
-    return int.from_bytes(blake2b(f"{seed}|{name}".encode(), digest_size=8).digest(), "big") >> 1
 
 
 @dataclass
@@ -50,6 +40,8 @@ class OpenRollout:
     messages: list[Mapping[str, Any]] = field(default_factory=list)
     last: Completion | None = None
     """The last turn as the engine returned it."""
+    weight_version: int = 0
+    """Version of the weights of its first turn, the oldest."""
     end: Literal["answer", "turns", "tokens", "failure"] | None = None
     """Reason for its end; None while it goes on."""
     num_calls: int = 0
@@ -98,6 +90,7 @@ class OpenRollout:
 
     def add_turn(self, made: Completion) -> None:
         """Append a sampled turn."""
+        self.weight_version = self.weight_version if self.turns else made.weight_version
         self.last = made
         self.tokens += made.token_ids
         self.sampled += [True] * len(made.token_ids)
@@ -136,7 +129,7 @@ class OpenRollout:
             f"{text}{self.last.text}",
             self.end == "answer",
             self.logprobs,
-            self.last.weight_version,
+            self.weight_version,
             episode,
         )
 

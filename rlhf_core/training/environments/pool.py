@@ -81,6 +81,7 @@ class EnvironmentPool:
         self._idle: list[_Process] = []
         self._environments: dict[int, _Process] = {}
         self._has_lost = False
+        self._others: list[EnvironmentPool] = []
         # A process dies with the thread that started it, and a rollout ahead of training has a short-lived thread.
         self._starter = ThreadPoolExecutor(1, "environments")
         self._server: subprocess.Popen[bytes] | None = None
@@ -197,8 +198,17 @@ class EnvironmentPool:
             if self._served(FORK_TIMEOUT_S, beat).get("failure"):
                 self._end()
 
+    def another(self) -> "EnvironmentPool":
+        """Start a pool with the same tools for another thread. It is closed with this one."""
+        other = EnvironmentPool(self._spec, self._output)
+        other.tools, other.has_reward = self.tools, self.has_reward
+        self._others.append(other)
+        return other
+
     def close(self) -> None:
         """End all processes with everything that they started."""
+        for other in self._others:
+            other.close()
         self._end()
         self._starter.shutdown()
         self._selector.close()

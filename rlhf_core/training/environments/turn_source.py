@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from rlhf_core.training.environments.open_rollout import OpenRollout, by_context
-from rlhf_core.training.environments.pool import EnvironmentPool, Reply
+from rlhf_core.training.environments.pool import Reply
+from rlhf_core.training.environments.rollout_steps import FreeSteps, RolloutSteps
 from rlhf_core.training.rollouts.base import PromptTask, Sampling
 from rlhf_core.training.types import Completion
 
@@ -20,13 +21,14 @@ class TurnSource:
     def __init__(
         self,
         num_prompts: int,
-        begin: Callable[[int], list[OpenRollout]],
-        pool: EnvironmentPool,
+        begin: Callable[[RolloutSteps, int], list[OpenRollout]],
+        free: FreeSteps,
         sampling: Sampling,
         finish: Callable[[Sequence[OpenRollout], float], None],
     ) -> None:
         """Args:
         begin: begins the rollouts of the prompt with this index; called again for those that are begun anew.
+        free: steps of the rollouts; some are taken from the first task on until the end.
         sampling: settings of a turn.
         finish: called for the results with all rollouts that were begun, and the seconds in which all that were not
             over waited for tools or environments.
@@ -34,7 +36,8 @@ class TurnSource:
         self.num_prompts = num_prompts
         self.sampling = sampling
         self.made: dict[int, list[Completion]] = {}
-        self._begin, self._pool, self._finish = begin, pool, finish
+        self._begin, self._free, self._finish = begin, free, finish
+        self._steps: RolloutSteps | None = None
         self._rollouts: list[OpenRollout] = []
         self._of_prompt: dict[int, list[OpenRollout]] = {}
         self._asked: dict[int, OpenRollout] = {}
@@ -53,15 +56,16 @@ class TurnSource:
     @property
     def descriptor(self) -> int | None:
         """Descriptor that is readable once some of them have answered."""
-        return self._pool.descriptor
+        return None if self._steps is None else self._steps.pool.descriptor
 
     def take(self, beat: Callable[[], None]) -> Sequence[PromptTask]:
         """Return the turns that can be sampled since the last call."""
-        if not self._of_prompt:
+        if self._steps is None:
+            self._steps = self._free.take()
             for index in range(self.num_prompts):
                 if index not in self.made:
-                    self._begin_prompt(index)
-        while replies := self._pool.collect(0.0, beat):
+                    self._begin_prompt(self._steps, index)
+        while replies := self._steps.pool.collect(0.0, beat):
             for number, reply in replies.items():
                 self._go_on(self._asked.pop(number), reply)
         self._measure()
@@ -76,7 +80,10 @@ class TurnSource:
 
     def end(self, beat: Callable[[], None]) -> None:
         """Free the processes of all rollouts, and end those that are still at work."""
-        self._pool.release(beat)
+        if self._steps is not None:
+            self._steps.pool.release(beat)
+            self._free.put(self._steps)
+            self._steps = None
         for waiting in (self._of_prompt, self._asked, self._sampled, self._ready):
             waiting.clear()
         self._measure()
@@ -86,8 +93,8 @@ class TurnSource:
         self._finish(self._rollouts, self._tools_s)
         return [self.made[index] for index in range(self.num_prompts)]
 
-    def _begin_prompt(self, index: int) -> None:
-        self._of_prompt[index] = begun = self._begin(index)
+    def _begin_prompt(self, steps: RolloutSteps, index: int) -> None:
+        self._of_prompt[index] = begun = self._begin(steps, index)
         self._rollouts += begun
         for one in begun:
             self._ask(one)
@@ -105,9 +112,9 @@ class TurnSource:
             self._begin_turns(one.index)
 
     def _ask(self, one: OpenRollout) -> None:
-        if one.request is not None:
+        if one.request is not None and self._steps is not None:
             self._asked[one.number] = one
-            self._pool.submit(one.number, one.request)
+            self._steps.pool.submit(one.number, one.request)
 
     def _begin_turns(self, index: int) -> None:
         """Have the first turns of a prompt sampled once all its environments are ready."""

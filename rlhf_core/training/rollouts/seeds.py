@@ -38,6 +38,16 @@ def sample_seed(run_seed: int, step: int, prompt_uid: str, sample_index: int) ->
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
+def derived_seed(seed: int, part: str) -> int:
+    """Seed of a part of a completion, 63 bits.
+
+    Args:
+        seed: seed of the completion.
+        part: name of the part, for instance ``turn 2``.
+    """
+    return int.from_bytes(blake2b(f"{seed}|{part}".encode(), digest_size=8).digest(), "big") >> 1
+
+
 def uniforms(seeds: "Tensor", position: int) -> "Tensor":
     """One random number per seed for one token position: a pure function of both, with no state.
 
