@@ -69,6 +69,8 @@ class SampleRequest(Schema):
 
     weights: WeightsId
     """Weights to sample with; an engine with others rejects the request."""
+    spans_weights: bool = False
+    """True if later weights of the same start of the trainers may be used, also in the middle of a completion."""
     max_new_tokens: Positive
     temperature: NonNegativeFloat
     batch_size: Positive
@@ -93,7 +95,9 @@ class SampledCompletion(Schema):
     logprobs: tuple[Finite, ...]
     """Log-probability of each token at the sampling temperature."""
     weights: WeightsId
-    """Weights that it was sampled with."""
+    """Weights that it was sampled with, at its end."""
+    begun_with: WeightsId
+    """Weights of its first tokens, or older ones: those of the engine when it was requested."""
 
 
 class SampledPrompt(Schema):

@@ -199,10 +199,12 @@ class RolloutSpec(Schema):
     nodes: NonNegative = 0
     """Number of nodes with only engines: the last of `resources.num_nodes`, which includes them; the first ones have
     only trainer ranks. 0: the engines run beside the trainers."""
-    max_staleness: Annotated[int, Field(ge=0, le=1)] = 0
+    max_staleness: Annotated[int, Field(ge=0, le=16)] = 0
     """Maximum number of steps by which the weights used for sampling may be behind. 0: the engines sample for a step
     once they have its weights, and the trainers wait. 1: they sample for the next step while the trainers train (needs
-    `rollout.engines` and a correction, `loops.main.algorithm.correction`)."""
+    `rollout.engines` and a correction, `loops.main.algorithm.correction`). Above 1: the prompts of so many further
+    steps are in flight, and unfinished completions continue with the weights of every step, so a few long ones delay
+    nothing; a run then never has the same bits twice."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature; training computes log-probabilities at the same temperature."""
     max_new_tokens: Positive = 64
@@ -211,7 +213,7 @@ class RolloutSpec(Schema):
     """Texts that end a completion, in training and in evaluations, as the end token does: with the token that completes
     one. The loss includes its tokens, and the text that rewards and reports see ends with it."""
     batch_size: Positive = 256
-    """Sequences generated at once on one rank, or by one engine for one rank."""
+    """Sequences generated at once on one rank, or by one engine for one rank and step."""
     turns: TurnsSpec = TurnsSpec()
     """Settings of rollouts of several turns."""
     vllm: VllmSettings = VllmSettings()

@@ -105,11 +105,12 @@ def with_lora(**settings: Any) -> Facts:
     return with_spec(model={"lora": settings})
 
 
-def with_staleness(algorithm: str, engines: int = 2, **settings: Any) -> Facts:
-    """Healthy facts of a run that samples one step ahead."""
+def with_staleness(algorithm: str, engines: int = 2, bound: int = 1, **settings: Any) -> Facts:
+    """Healthy facts of a run that samples ahead."""
     loop = {"num_steps": 1, "algorithm": {"name": algorithm, **settings}, "optimizer": {"learning_rate": 1e-4}}
     loops = {"main": loop, "warm_start": None}
-    return with_spec(rollout={"engines": engines, "max_staleness": 1}, loops=loops)
+    trainer = {"deterministic": bound > 2}
+    return with_spec(rollout={"engines": engines, "max_staleness": bound}, loops=loops, trainer=trainer)
 
 
 def with_engines(number: int, algorithm: str = "", **sections: Any) -> Facts:
@@ -481,6 +482,7 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("rollout.max_staleness", BLOCKED, with_staleness("dpo"), "no loop samples"),
     ("rollout.max_staleness", BLOCKED, with_staleness("grpo", engines=0), "set rollout.engines"),
     ("rollout.max_staleness", BLOCKED, with_staleness("rloo"), "set loops.main.algorithm.correction to"),
+    ("rollout.max_staleness", BLOCKED, with_staleness("grpo", bound=3, correction="token_mask"), "set rollout.max_st"),
     ("memory.trainer", BLOCKED, with_engines(8, resources={"memory_gb": 4}), "a rank of a node has 0 B"),
     ("promote.folder", BLOCKED, healthy(promote_folder="/models", promote_problem="Read-only file system"),
      "promote.when=never"),
@@ -846,8 +848,9 @@ def test_the_transport_of_the_weights_is_reported(sync: dict[str, Any], gpus: in
     assert [result.found for result in found(facts, "rollout.sync")] == [f"weights go to engines {message}"]
 
 
-def test_samples_of_a_step_ahead_are_allowed_with_a_correction() -> None:
-    facts = with_staleness("grpo", correction="sequence_mask")
+@pytest.mark.parametrize("bound", [1, 2])
+def test_samples_of_steps_ahead_are_allowed_with_a_correction(bound: int) -> None:
+    facts = with_staleness("grpo", bound=bound, correction="sequence_mask")
     assert [result.status for result in found(facts, "rollout.max_staleness")] == [CheckStatus.PASSED]
 
 

@@ -13,7 +13,15 @@ import pytest
 from torch import Tensor
 
 from rlhf_core.errors import DiskFull, NonFiniteLoss, SamplingFailed, StaleWeights, WorkerError
-from rlhf_core.schemas.engines import CommitRequest, EngineRefusal, PromptRequest, SampleRequest, WeightsId
+from rlhf_core.schemas.engines import (
+    CommitRequest,
+    EngineRefusal,
+    PromptRequest,
+    SampledPrompt,
+    SampleRequest,
+    WeightsId,
+    WeightsRefused,
+)
 from rlhf_core.schemas.weight_sync import Chain, Manifest, Offer, Receipt, Transport
 from rlhf_core.training.rollouts.base import Sampling
 from rlhf_core.training.rollouts.remote.rollout import MAX_MOVES
@@ -123,6 +131,70 @@ def test_requests_for_other_weights_are_no_failures_of_the_engine() -> None:
     assert worker.health().weights == WEIGHTS
 
 
+LATER = WeightsId(start=0, version=8)
+
+
+def spanning_worker(sampler: Mock) -> tuple[EngineWorker, dict[str, list[SampledPrompt | EngineRefusal]]]:
+    """A worker with a prompt that may span weights, and one that may not; and what each is answered."""
+    worker = EngineWorker(0, 0, sampler, Mock(), NullReporter())
+    worker._weights = WEIGHTS
+    answers: dict[str, list[SampledPrompt | EngineRefusal]] = {"spans": [], "fixed": []}
+    for name, found in answers.items():
+        begun(worker, found, name == "spans")
+    return worker, answers
+
+
+def begun(worker: EngineWorker, answers: list[SampledPrompt | EngineRefusal], spans_weights: bool) -> None:
+    prompts = (PromptRequest(index=0, prompt=(1, 2), seeds=(5,)),)
+    request = SampleRequest(weights=WEIGHTS, spans_weights=spans_weights, prompts=prompts, **asdict(SAMPLING))
+    worker.begin(request, answers.append)
+
+
+def loading_sampler() -> Mock:
+    made = Completion([1], "", True, [0.0])
+    return Mock(num_waiting=1, **{"score.return_value": [-1.0], "count_differing.return_value": 0}, made=made)
+
+
+def test_a_prompt_that_spans_weights_is_continued_once_they_are_confirmed() -> None:
+    """It is not sampled while the trainer compares outputs, and one that comes meanwhile waits for that, too. The other
+    kind is refused."""
+    sampler = loading_sampler()
+    worker, answers = spanning_worker(sampler)
+    worker.commit(CommitRequest(weights=LATER, probe=(1, 2)))
+    assert [type(answer) for answer in answers["fixed"]] == [EngineRefusal]
+    late: list[SampledPrompt | EngineRefusal] = []
+    begun(worker, late, True)
+    with pytest.raises(StaleWeights):
+        begun(worker, [], False)
+    worker.serve(iter([True, False]).__next__)
+    sampler.step.assert_not_called()
+    worker.confirm(LATER)
+    calls = [name for name, *_ in sampler.method_calls if name in ("pause", "load", "score", "submit", "resume")]
+    assert calls == ["submit", "submit", "pause", "load", "score", "submit", "resume"]
+    sampler.step.return_value = [(0, [sampler.made]), (2, [sampler.made])]
+    worker._sample()
+    ((first,), (second,)) = (one.completions for one in (*answers["spans"], *late) if isinstance(one, SampledPrompt))
+    assert (first.begun_with, first.weights) == (WEIGHTS, LATER)
+    assert (second.begun_with, second.weights) == (LATER, LATER)
+
+
+@pytest.mark.parametrize("fault", ["not loaded", "refused", "of another start"])
+def test_a_prompt_is_refused_if_the_engine_does_not_get_later_weights(fault: str) -> None:
+    """Nothing is sampled with weights that are not those of the trainer, and no prompt is waited for in vain."""
+    sampler = loading_sampler()
+    worker, answers = spanning_worker(sampler)
+    weights = WeightsId(start=1, version=8) if fault == "of another start" else LATER
+    if fault == "not loaded":
+        sampler.load.side_effect = RuntimeError("out of memory")
+    with pytest.raises(RuntimeError) if fault == "not loaded" else nullcontext():
+        worker.commit(CommitRequest(weights=weights, probe=(1, 2)))
+    if fault == "refused":
+        assert not answers["spans"]
+        worker.refuse(WeightsRefused(weights=weights, why="its outputs differ"))
+    assert [type(answer) for answer in answers["spans"]] == [EngineRefusal]
+    assert {key for call in sampler.cancel.call_args_list for key in call.args[0]} == {0, 1}
+
+
 def offered(server: EngineServer, receiver: SlowReceiver, limits: int) -> bytes:
     """Answer of an engine to an offer; the receiver is released after this multiple of the limit."""
     release = threading.Timer(limits * LIMIT_S, receiver.released.set)
@@ -158,6 +230,9 @@ class FailingSampler:
 
     def __init__(self, error: Exception) -> None:
         self._error = error
+
+    def pause(self) -> None:
+        """Do nothing: there are no prompts."""
 
     def load(self, tensors: Iterator[tuple[str, Tensor]], beat: Callable[[], None]) -> None:
         """Fail."""

@@ -1,5 +1,5 @@
-"""Completions that are sampled one step ahead, by real engines beside two ranks: which weights made them, what a
-checkpoint keeps of them, and what is left when engines are lost."""
+"""Completions that are sampled one step ahead or several, by real engines beside two ranks: which weights made them,
+what a checkpoint keeps of them, and what is left when engines are lost."""
 
 import dataclasses
 import shutil
@@ -26,7 +26,7 @@ from rlhf_core.training.rollouts.prompts import PromptList
 from rlhf_core.training.rollouts.seeds import sample_seed
 from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
 from rlhf_core.training.trainers import saving
-from rlhf_core.training.trainers.in_flight import kept_completions, stored_completions
+from rlhf_core.training.trainers.in_flight import InFlight, kept_completions, stored_completions
 from rlhf_core.training.trainers.sampling import BegunBatch, Prompt, PromptBatch, StepSampler
 from rlhf_core.training.types import Completion, Episode, ModelTurn, Row
 
@@ -72,6 +72,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "turns, in step": several_turns(max_staleness=0),
     "turns, in rounds": several_turns(max_staleness=0, engines=0),
     "evaluated": {**several_turns(), "evaluate": {**ahead()["evaluate"], "every_num_steps": 1}},
+    "steps ahead": {**several_turns(max_staleness=2), "evaluate": {**ahead()["evaluate"], "every_num_steps": 1}},
+    "split, steps ahead": {**ahead(max_staleness=3), "trainer": {**ahead()["trainer"], "zero_stage": 3}},
     "still": ahead(learning_rate=1e-30),
     "still, in step": ahead(learning_rate=1e-30, max_staleness=0),
 }
@@ -102,7 +104,7 @@ def every_scenario(rank: int, num_ranks: int, folder: str, engines: str) -> dict
 
     for name, spec in RUNS.items():
         train(name, spec)
-    for name in ("ahead", "dynamic", "turns"):
+    for name in ("ahead", "dynamic", "turns", "steps ahead"):
         train(f"{name}, killed", RUNS[name], Interrupting(Phase.TRAIN, 5, interrupt))
         if ranks.is_first and name == "ahead":
             shutil.copytree(f"{folder}/ahead, killed", f"{folder}/ahead, forgetful")
@@ -120,11 +122,14 @@ def every_scenario(rank: int, num_ranks: int, folder: str, engines: str) -> dict
 def of_older_weights(stored: Any) -> Any:
     """Completions in flight, as if another step lay between."""
     return {
-        step: {
-            uid: [dataclasses.replace(one, weight_version=one.weight_version - 1) for one in group]
-            for uid, group in groups.items()
-        }
-        for step, groups in kept_completions(stored).items()
+        step: InFlight(
+            found.position,
+            {
+                uid: [dataclasses.replace(one, weight_version=one.weight_version - 1) for one in group]
+                for uid, group in found.made.items()
+            },
+        )
+        for step, found in kept_completions(stored).items()
     }
 
 
@@ -162,7 +167,7 @@ def test_every_run_ends(results: list[dict[str, str]]) -> None:
         assert result == expected, name
 
 
-FIRST_STARTS = ("ahead, killed 11", "dynamic, killed 13", "turns, killed 15")
+FIRST_STARTS = ("ahead, killed 13", "dynamic, killed 15", "turns, killed 17", "steps ahead, killed 19")
 
 
 @pytest.mark.parametrize("name", ["ahead", "dynamic", "split", "turns", "evaluated"])
@@ -176,6 +181,24 @@ def test_completions_are_of_the_step_before(results: list[dict[str, str]], folde
         staleness = metrics(folder, name)[step]["rollout/staleness"]
         assert staleness == float(step > 3) if name != "dynamic" else staleness <= 1
     assert "rollout/staleness" not in metrics(folder, "in step")[6]
+
+
+@pytest.mark.parametrize(("name", "bound"), [("steps ahead", 2), ("split, steps ahead", 3), ("steps ahead, killed", 2)])
+def test_completions_are_begun_some_steps_before(
+    results: list[dict[str, str]], folder: Path, name: str, bound: int
+) -> None:
+    """With the same prompts and seeds as in step. Each step sends out those of another one, the first step those of
+    several; of several turns, a rollout is as old as its first turn, which may be sampled later."""
+    control = metrics(folder, "turns, in step" if name.startswith("steps") else "in step")
+    for step in STEPS:
+        found = metrics(folder, name)[step]
+        assert found["rollout/seed_digest"] == control[step]["rollout/seed_digest"]
+        oldest = min(step - STEPS[0], bound)
+        if name.startswith("steps"):
+            assert found["rollout/staleness"] <= oldest
+        else:
+            assert found["rollout/staleness"] == oldest
+        assert min(versions(folder, name)[step]) >= step - 1 - oldest
 
 
 def test_what_the_policy_has_changed_since_is_weighed(results: list[dict[str, str]], folder: Path) -> None:
@@ -236,16 +259,70 @@ def test_completions_that_are_too_old_are_sampled_again(results: list[dict[str, 
 def test_completions_are_saved_though_the_rest_is_lost(lost: WorkerError) -> None:
     """Otherwise a run would lose the steps since the checkpoint before."""
     made = Completion([1, 2], "text", True, [-1.0, -2.0], weight_version=3)
-    training, loop = mock.Mock(), mock.Mock(**{"algorithm.sampling_rounds": 1})
+    training, loop = mock.Mock(**{"spec.rollout.max_staleness": 1}), mock.Mock(**{"algorithm.sampling_rounds": 1})
     training.rollouts.continuous.wait.side_effect = lost
     sampler = StepSampler(training, loop, mock.Mock())
-    batch = PromptBatch(5, [Prompt(Row(uid, "", "", "", {}), [1], [1]) for uid in "ab"])
-    sampler._begun = BegunBatch(batch, mock.Mock(made={1: [made]}))
-    stored = sampler.in_flight(False)
-    assert stored is not None
-    assert kept_completions([stored]) == {5: {"b": [made]}}
+    prompts = [Prompt(Row(uid, "", "", "", {}), [1], [1]) for uid in "ab"]
+    sampler._begun.append(BegunBatch(PromptBatch(5, prompts, 8), {}, prompts, mock.Mock(made={1: [made]})))
+    assert kept_completions(sampler.in_flight(False)) == {5: InFlight(8, {"b": [made]})}
     with pytest.raises(type(lost)):
         sampler.sample(mock.MagicMock(number=5))
+
+
+class Order:
+    """Rows of a run, as positions, over its starts."""
+
+    def __init__(self, position: int = 0) -> None:
+        self.position = position
+        self.steps_done = 0
+        self.taken: list[int] = []
+
+    def take_rows(self, count: int) -> tuple[list[Row], list[list[int]]]:
+        """Take the next rows."""
+        numbers = list(range(self.position, self.position + count))
+        self.position += count
+        self.taken += numbers
+        return [Row(str(number), "", "", "", {}) for number in numbers], [[number] for number in numbers]
+
+
+def sampled_steps(order: Order, steps: range, saved: list[dict[str, Any]], *, rounds: int) -> StepSampler:
+    """Sample some steps of ten, two rows and some rounds each, with prompts of two further steps in flight."""
+    made = Completion([1], "", True, [0.0])
+    training = mock.MagicMock(**{"spec.rollout.max_staleness": 2, "spec.seed": 1, "take_rows": order.take_rows})
+    type(training).position = mock.PropertyMock(
+        side_effect=lambda *value: setattr(order, "position", *value) if value else order.position
+    )
+    training.evaluator.sample.side_effect = lambda rows, *_: [[made] for _ in rows]
+    training.evaluator.source.side_effect = lambda rows, *_: mock.Mock(results=lambda: [[made] for _ in rows], made={})
+    training.scorer.score.side_effect = lambda rows, *_: mock.Mock(total=[0.0] * len(rows), warnings=[])
+    training.ranks.rank, training.ranks.gather_numbers = 0, lambda numbers: [numbers]
+    loop = mock.Mock(last_step=10, **{"algorithm.sampling_rounds": rounds, "algorithm.rows_per_step": 2})
+    loop.algorithm.group = 1
+    sampler = StepSampler(training, loop, mock.Mock(), saved)
+    with mock.patch("rlhf_core.training.trainers.sampling._joined"):
+        for number in steps:
+            sampler.sample(mock.MagicMock(number=number))
+    return sampler
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_every_row_is_taken_once_however_often_a_run_is_resumed(rounds: int) -> None:
+    """Also with further rounds of a step, whose rows are taken between those of later steps. Control: without the
+    positions in the checkpoint, rows of a step that is over are taken again."""
+    whole = Order()
+    sampled_steps(whole, range(1, 11), [], rounds=rounds)
+    assert whole.taken == list(range(20 * rounds))
+
+    first = Order()
+    stopped = sampled_steps(first, range(1, 5), [], rounds=rounds)
+    in_flight = stopped.in_flight(False)
+    assert [part["step"] for part in in_flight] == [5, 6]
+    done = set(first.taken) - {row for part in in_flight for row in (part["position"], part["position"] + 1)}
+    for saved in (in_flight, []):
+        second = Order(stopped.position)
+        sampled_steps(second, range(5, 11), saved, rounds=rounds)
+        is_whole = sorted([*done, *second.taken]) == whole.taken
+        assert is_whole == (bool(saved) or rounds == 1)
 
 
 def test_completions_are_restored_as_they_were() -> None:
@@ -259,7 +336,7 @@ def test_completions_are_restored_as_they_were() -> None:
         "c": [Completion([3], "half a pair \udc80", False, [-2.5], 3)],
         "d": [Completion([4, 5, 6], "of turns", True, [-1.0, -3.0], 3, episode), Completion([7], "", True, [-1.0], 3)],
     }
-    assert kept_completions([stored_completions(5, made)]) == {5: made}
+    assert kept_completions([stored_completions(5, InFlight(8, made))]) == {5: InFlight(8, made)}
 
 
 def test_the_wait_for_completions_is_part_of_the_time_of_a_checkpoint(
@@ -272,12 +349,12 @@ def test_the_wait_for_completions_is_part_of_the_time_of_a_checkpoint(
     saver = saving.Saving(context, ranks, mock.Mock(), mock.Mock(), mock.Mock())
     saver.writer.take_write_s.return_value = 0.0  # type: ignore[attr-defined]
 
-    def wait(is_last: bool) -> dict[str, Any]:
+    def wait(is_last: bool) -> list[dict[str, Any]]:
         clock.monotonic.return_value += 7.0
-        return {"step": 5, "is_last": is_last}
+        return [{"step": 5, "is_last": is_last}]
 
     saver.save(mock.Mock(), mock.Mock(), mock.Mock(), None, wait, is_last=False)
-    assert saver.writer.begin.call_args.args[-1] == {"step": 5, "is_last": False}  # type: ignore[attr-defined]
+    assert saver.writer.begin.call_args.args[-1] == [{"step": 5, "is_last": False}]  # type: ignore[attr-defined]
     assert saver.times() == {"checkpoint": 7.0, "checkpoint_wait": 0.0, "checkpoint_write": 0.0}
 
 

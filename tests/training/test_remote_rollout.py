@@ -27,6 +27,7 @@ from rlhf_core.training.rollouts.base import PromptTask, Sampling
 from rlhf_core.training.rollouts.prompts import PromptList
 from rlhf_core.training.rollouts.remote import client as client_module
 from rlhf_core.training.rollouts.remote import failures as failures_module
+from rlhf_core.training.rollouts.remote.background import BackgroundRollout, ContinuousRollouts
 from rlhf_core.training.rollouts.remote.client import EngineClient, EngineUnusable
 from rlhf_core.training.rollouts.remote.dispatch import Dispatcher
 from rlhf_core.training.rollouts.remote.engine import RemoteEngines
@@ -62,6 +63,8 @@ class ScriptedSampler:
     pids: Sequence[int] = ()
     waiting: dict[int, SamplerRequest] = field(default_factory=dict)
     num_made: int = 0
+    worker: EngineWorker | None = None
+    """Worker of the engine that samples with it."""
 
     def load(self, tensors: Iterable[Any], beat: Callable[[], None]) -> None:
         """Not called."""
@@ -97,13 +100,19 @@ class ScriptedSampler:
         for key in keys:
             self.waiting.pop(key, None)
 
+    def pause(self) -> None:
+        """Do nothing: no completion has tokens between two steps."""
+
+    def resume(self) -> None:
+        """Do nothing."""
+
 
 @contextmanager
 def engine(rank: int, sampler: ScriptedSampler, weights: WeightsId = WEIGHTS) -> Iterator[EngineClient]:
     """A real server and worker of an engine that has weights."""
     receiver = Receiver(f"engine-{rank}")
     worker = EngineWorker(rank, 0, sampler, receiver, NullReporter())
-    worker._weights = weights
+    worker._weights, sampler.worker = weights, worker
     ends = threading.Event()
     with EngineServer(worker, receiver, TOKEN, "127.0.0.1") as server:
         serving = threading.Thread(target=worker.serve, args=(lambda: not ends.is_set(),))
@@ -120,15 +129,19 @@ def rollout(
     clients: Sequence[EngineClient], num_prompts: int, prompts: type[PromptList] = PromptList, **settings: Any
 ) -> tuple[Dispatcher, RemoteRollout]:
     """A rollout of some prompts, numbered from 0, with 2 samples each."""
-    ways: dict[str, Any] = {"beat": lambda: None, "restore": None, "are_restored": True, "may_leave": lambda: True}
-    ways["interval_s"] = POLL_S
-    ways |= {name: settings.pop(name) for name in tuple(settings) if name in ways}
-    remote = RemoteSettings(**{"stall_timeout_s": 1.0, "start_timeout_s": 3.0, **settings})
     numbers = range(num_prompts)
     dispatcher = Dispatcher(prompts([[one] for one in numbers], [[1, 2] for _ in numbers], Sampling(1, 1.0, 8)))
-    read = partial(without, clients)
-    made = RemoteRollout(dispatcher, WEIGHTS, remote, read, **ways)
-    return dispatcher, made
+    return dispatcher, run_of(dispatcher, clients, **settings)
+
+
+def run_of(
+    dispatcher: Dispatcher, clients: Sequence[EngineClient], weights: WeightsId = WEIGHTS, **settings: Any
+) -> RemoteRollout:
+    ways: dict[str, Any] = {"beat": lambda: None, "restore": None, "are_restored": True, "may_leave": lambda: True}
+    ways |= {"interval_s": POLL_S, "spans_weights": False}
+    ways |= {name: settings.pop(name) for name in tuple(settings) if name in ways}
+    remote = RemoteSettings(**{"stall_timeout_s": 1.0, "start_timeout_s": 3.0, **settings})
+    return RemoteRollout(dispatcher, weights, remote, partial(without, clients), **ways)
 
 
 def without(clients: Iterable[EngineClient], ranks: Collection[int]) -> list[EngineClient]:
@@ -212,8 +225,8 @@ def test_completions_other_than_requested_are_refused(fault: str, monkeypatch: p
     """If no other engine has the prompts, the rollout ends instead of requesting them for ever."""
     sampler = ScriptedSampler(num_left_out=int(fault == "too few"))
     if fault == "other weights":
-        real = worker_module._sampled
-        monkeypatch.setattr(worker_module, "_sampled", lambda made, _: real(made, WeightsId(start=0, version=1)))
+        real, other = worker_module._sampled, WeightsId(start=0, version=1)
+        monkeypatch.setattr(worker_module, "_sampled", lambda made, *_: real(made, other, other))
     with engine(0, sampler) as client:
         dispatcher, run = rollout([client], 3)
         with pytest.raises(EnginesLost, match=r"given up after 8 .* expected 2 with weights of step 1"):
@@ -233,6 +246,54 @@ def test_an_engine_that_begins_to_serve_is_a_beat() -> None:
     for _ in range(3):
         run._judge(client, health.model_copy(update={"weights": WEIGHTS}), 0.0)
     assert len(beats) == 1
+
+
+@pytest.mark.parametrize("spans_weights", [True, False])
+def test_a_rollout_goes_on_while_engines_get_later_weights(spans_weights: bool) -> None:
+    """An engine without weights for a while is not lost, nor are its prompts moved. Control: a rollout that does not
+    expect other weights."""
+    later, sampler = WeightsId(start=1, version=2), ScriptedSampler(delay_s=0.05)
+    with engine(0, sampler) as client:
+        dispatcher, run = rollout([client], 24, spans_weights=spans_weights, are_restored=False)
+        background = BackgroundRollout(dispatcher, lambda *_: run)
+        until(lambda: dispatcher.source.made)
+        if spans_weights:
+            run.begin_change()
+        for state in ({"_weights": None, "_unconfirmed": later}, {"_weights": later, "_unconfirmed": None}):
+            assert sampler.worker is not None
+            sampler.worker.call(partial(vars(sampler.worker).update, state)).result()
+            time.sleep(3 * POLL_S)
+        if spans_weights:
+            run.end_change(later)
+        background.wait(lambda: None)
+    assert dispatcher.is_done == spans_weights
+    assert (dispatcher.num_moved == 0) == spans_weights
+    assert {made.weight_version for group in dispatcher.source.made.values() for made in group} <= {1, 2}
+
+
+def test_rollouts_that_lost_all_engines_go_on_with_the_next_weights() -> None:
+    """Control: one that is over stays so."""
+    later, sampler = WeightsId(start=1, version=2), ScriptedSampler()
+    ways = {"spans_weights": True, "are_restored": False}
+    with engine(0, sampler, later) as client:
+        lost, over = (rollout([client], num_prompts)[0] for num_prompts in (4, 0))
+        weights = iter([WEIGHTS, WEIGHTS, later])
+        rollouts = ContinuousRollouts(
+            lambda source, _: lost if source is lost.source else over,
+            lambda dispatcher, _: run_of(dispatcher, [client], next(weights), **ways),
+            mock.Mock(),
+            mock.Mock(),
+        )
+        for dispatcher in (lost, over):
+            rollouts.begin(dispatcher.source, 1)
+        rollouts.wait(lambda: None)
+        assert lost.num_missing == 4
+        rollouts.begin_change()
+        rollouts.end_change(later)
+        rollouts.wait(lambda: None)
+        assert next(weights, None) is None, "one of them was begun anew"
+    assert lost.is_done
+    assert {made.weight_version for group in lost.source.made.values() for made in group} == {2}
 
 
 class SlowTool(PromptList):

@@ -19,11 +19,13 @@ from test_remote_engines import DRAWN, STARTS, follows_the_trainer, is_diverse
 
 from rlhf_core.errors import StaleWeights, WorkerError
 from rlhf_core.run_dir.run import RunDir
+from rlhf_core.training.rollouts.open_completion import OpenCompletion
 from rlhf_core.training.rollouts.samplers import SamplerRequest
 from rlhf_core.training.rollouts.sglang.sampler import SglangSampler, answered_completion
 from rlhf_core.training.types import Completion
 
 END = char_tokenizer().eos_token_id
+UNBEGUN = OpenCompletion(PROMPTS[0], 1, DRAWN, None)
 
 pytestmark = [pytest.mark.training, pytest.mark.end_to_end, pytest.mark.usefixtures("ranks")]
 
@@ -112,7 +114,7 @@ def test_a_log_probability_that_is_not_finite_is_an_error(
 def test_an_end_token_in_the_last_place_ends_the_completion(last: int, reason: str, finished: bool) -> None:
     """SGLang calls it "length", as if the completion were truncated there."""
     made = {"finish_reason": {"type": reason}, "output_token_logprobs": [[-0.5, 30, None], [-0.1, last, None]]}
-    completion = answered_completion({"meta_info": made}, char_tokenizer(), [END])
+    completion = answered_completion({"meta_info": made}, char_tokenizer(), [END], UNBEGUN)
     assert (completion.token_ids, completion.finished) == ([30, last], finished)
     assert completion.text == char_tokenizer().decode([30] if finished else [30, last])
 

@@ -2,21 +2,30 @@
 
 import signal
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
+import torch
 from adapted_models import LORA, adapted
-from core_models import QWEN, tiny_model
+from core_models import QWEN, tiny_model, tokens_of
 from engine_groups import TIMEOUT_S, EngineGroup, assert_follows, assert_takes_turns, engine_group, no_beat
+from process_tools import until
+from test_remote_engines import is_diverse
 from test_vllm_engine import GREEDY, PROMPTS, SEEDS
+from transformers import PreTrainedModel
 
 from rlhf_core.errors import StaleWeights
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.rollouts.base import Sampling
+from rlhf_core.training.rollouts.prompts import PromptList
 from rlhf_core.training.rollouts.remote import weights as weights_module
+from rlhf_core.training.rollouts.remote.client import HttpEngineControl
 from rlhf_core.training.rollouts.remote.engine import RemoteEngines
 
 # Not with importorskip: every test process imports this module, and vLLM takes seconds to import.
@@ -33,11 +42,59 @@ DRAWN = Sampling(max_new_tokens=8, temperature=0.7, batch_size=5)
 def test_vllm_of_its_own_follows_the_trainer(tmp_path: Path, ranks: Ranks) -> None:
     """Tied weights: vLLM on CPU keeps a packed copy of the head, which its own reload leaves unchanged."""
     config = {**QWEN, "head_dim": 32}
-    with engine_group(tmp_path, 1, config, engine="vllm") as group:
+    with engine_group(tmp_path, 1, config, engine="vllm", max_new_tokens=32, max_staleness=2) as group:
         remote = group.trainer()
         assert_follows(remote, [tiny_model(config, seed=version) for version in range(2)], PROMPTS, SEEDS, GREEDY)
         _assert_reproducible_and_diverse(remote)
         assert_takes_turns(remote, tiny_model(config, seed=5), 2, ranks)  # which goes on for three turns
+        _assert_continues_with_later_weights(group, remote, [tiny_model(config, seed=seed) for seed in (3, 4)])
+
+
+def _assert_continues_with_later_weights(
+    group: EngineGroup, remote: RemoteEngines, models: Sequence[PreTrainedModel]
+) -> None:
+    """A version comes in the middle of completions: the first tokens of each have the probabilities of the older
+    weights, and all others those of the newer ones, also of the tokens before. Control: completions begun after it."""
+    remote.load(models[0], 3, no_beat)
+    gate, commit = group.gate("decode", 0).close(), HttpEngineControl.commit
+    sampling = replace(DRAWN, max_new_tokens=32, batch_size=64)
+    begun, late = (PromptList(PROMPTS, SEEDS, sampling) for _ in range(2))
+    remote.continuous.begin(begun, 3)
+    until(gate.reached.exists)
+
+    def open_and_commit(self: HttpEngineControl, version: int) -> float:
+        gate.open()
+        return commit(self, version)
+
+    with mock.patch.object(HttpEngineControl, "commit", open_and_commit):
+        remote.load(models[1], 4, no_beat)
+    remote.continuous.begin(late, 4)
+    for _ in range(2):
+        remote.continuous.collect(no_beat)
+    assert remote.take_counts()["rollout/moved_prompts"] == 0
+    num_inside = 0
+    for source, version in ((begun, 3), (late, 4)):
+        for prompt, group_of_prompt in zip(PROMPTS, source.results(), strict=True):
+            for made in group_of_prompt:
+                older, newer = (logprobs_of(model, prompt, made.token_ids, sampling.temperature) for model in models)
+                differs = [abs(found - of_older) > 1e-3 for found, of_older in zip(made.logprobs, older, strict=True)]
+                first = differs.index(True) if True in differs else len(differs)
+                assert made.logprobs[first:] == pytest.approx(newer[first:], abs=1e-3)
+                assert made.weight_version == version
+                assert first == 0 or source is begun
+                num_inside += 0 < first < len(made.token_ids)
+    assert num_inside > 3
+    assert is_diverse(tokens_of(begun.results()))
+
+
+def logprobs_of(
+    model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int], temperature: float
+) -> list[float]:
+    """Log-probability of each token of a completion by a model."""
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+    found: list[float] = (logits / temperature).log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+    return found
 
 
 def test_an_engine_that_is_split_follows_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,9 +31,11 @@ from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.models import gathering
 from rlhf_core.training.rollouts.base import Sampling, _cut
 from rlhf_core.training.rollouts.checkpoint_layout import CheckpointLayout
+from rlhf_core.training.rollouts.completion_end import StopSearch, StopStrings
+from rlhf_core.training.rollouts.open_completion import OpenCompletion
 from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
 from rlhf_core.training.rollouts.vllm import verification
-from rlhf_core.training.rollouts.vllm.engine import VllmEngine, _environment
+from rlhf_core.training.rollouts.vllm.engine import VllmEngine, _environment, _stopped_at
 from rlhf_core.training.trainers.run import run_trainer
 from rlhf_core.training.types import Completion, NullReporter
 
@@ -481,10 +483,22 @@ def test_a_completion_that_cannot_be_used_is_an_error(logprob: float, reason: st
     """vLLM samples on after NaN. Not with the engine of the other tests, whose cache would keep the NaN."""
     made = mock.Mock(token_ids=[40], logprobs=[{40: mock.Mock(logprob=logprob)}], finish_reason=reason)
     engine = VllmEngine.__new__(VllmEngine)
-    engine._stops, engine._tokenizer = {}, char_tokenizer()
+    engine._open, engine._outputs = {"0.0": OpenCompletion([30], 1, DRAWN, None)}, {}
+    engine._tokenizer = char_tokenizer()
     engine._engine = mock.Mock(**{"step.return_value": [mock.Mock(request_id="0.0", finished=True, outputs=[made])]})
     with error:
         assert [completion.token_ids for _, completion in engine.step()] == [[40]]
+
+
+def test_a_stop_string_is_found_over_a_change_of_weights() -> None:
+    """Control: its end without its beginning, which the older weights have sampled, is no stop string."""
+    tokenizer = char_tokenizer()
+    first, second = tokenizer.encode("ab", add_special_tokens=False)
+    search = StopSearch(StopStrings(tokenizer, ["ab"]))
+    begun = OpenCompletion([30], 1, dataclasses.replace(DRAWN, stop=("ab",)), search)
+    output = mock.Mock(token_ids=[second, first], finish_reason=None)
+    assert _stopped_at(begun.after([first], [-1.0]), output) == 2
+    assert _stopped_at(begun, output) is None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -302,8 +302,16 @@ def max_staleness(facts: Facts) -> Iterator[Finding]:
             "importance weights for the change of the policy since sampling",
             f"set {names} to token_truncate or sequence_mask, for instance",
         )
-    else:
+    elif spec.rollout.max_staleness == 1:
         yield passed("engines sample for the next step while the trainers train")
+    elif spec.native_trainer.deterministic:
+        yield blocked(
+            f"{setting} and trainer.deterministic = true",
+            "the same bits in every run: above 1, the weights in the middle of a completion change at another token",
+            "set rollout.max_staleness=1, or trainer.deterministic=false",
+        )
+    else:
+        yield passed(f"engines sample for {spec.rollout.max_staleness} further steps while the trainers train")
 
 
 @check("rollout.sync", trainer="native")

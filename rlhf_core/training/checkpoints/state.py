@@ -5,6 +5,7 @@ import copy
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ class TrainerState:
     critic: Iterable[dict[str, Any]] | None = None
     """``Engine.state`` of the value model's engine in the same order, for an algorithm with a critic."""
     in_flight: Iterable[dict[str, Any]] = ()
-    """Completions for the next step (``trainers/in_flight.py``) of the ranks that had sampled them for the prompts of
+    """Completions for the next steps (``trainers/in_flight.py``) of the ranks that had sampled them for the prompts of
     this one."""
 
 
@@ -80,11 +81,11 @@ def load_trainer_state(checkpoint: CheckpointDir, ranks: Ranks) -> TrainerState:
     critic = _shares(checkpoint, order, "critic") if "critic" in state else None
     # With as many ranks, each has its own prompts again, and in memory there may be no other rank's file.
     makers = [own] if num_saved == ranks.num_ranks else order
-    in_flight = _shares(checkpoint, makers, "in_flight") if "in_flight" in state else ()
+    in_flight = chain.from_iterable(_shares(checkpoint, makers, "in_flight")) if "in_flight" in state else ()
     return TrainerState(progress, _shares(checkpoint, order, "engine"), random, critic, in_flight)
 
 
-def _shares(checkpoint: CheckpointDir, ranks: Sequence[int], part: str) -> Iterator[dict[str, Any]]:
+def _shares(checkpoint: CheckpointDir, ranks: Sequence[int], part: str) -> Iterator[Any]:
     """Yield the shares of ranks of one part of the state; each is read only when needed, and not kept here."""
     for rank in ranks:
         yield _read_state(checkpoint, rank)[part]

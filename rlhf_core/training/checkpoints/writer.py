@@ -21,7 +21,7 @@ import functools
 import secrets
 import shutil
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -102,7 +102,7 @@ class CheckpointWriter:
         model: PreTrainedModel,
         engine_state: dict[str, Any],
         critic: SavedModel | None = None,
-        in_flight: dict[str, Any] | None = None,
+        in_flight: Sequence[dict[str, Any]] = (),
     ) -> CheckpointDir:
         """Take a snapshot and write it in the background; first wait for the previous checkpoint.
 
@@ -113,7 +113,7 @@ class CheckpointWriter:
             model: the model, whose weights rank 0 writes, gathered from all ranks if they are split.
             engine_state: ``Engine.state`` of this rank.
             critic: a value model trained alongside the policy.
-            in_flight: completions of this rank for a step that has not run yet (``trainers/in_flight.py``).
+            in_flight: completions of this rank for steps that have not run yet (``trainers/in_flight.py``).
 
         Returns:
             The folder that the checkpoint will have once complete.
@@ -127,12 +127,12 @@ class CheckpointWriter:
         self.finish()
         final = self._run_dir.checkpoint(progress.step)
         partial = CheckpointDir(final.root.with_name(f".{final.root.name}.partial"), progress.step)
-        state = {"progress": progress.model_dump(mode="json"), "engine": engine_state}
+        state: dict[str, Any] = {"progress": progress.model_dump(mode="json"), "engine": engine_state}
         state["random"] = random_state(self._ranks.device)
         if critic is not None:
             state["critic"] = critic.state()
-        if in_flight is not None:
-            state["in_flight"] = in_flight
+        if in_flight:
+            state["in_flight"] = list(in_flight)
         part = CheckpointPart(progress, partial, final, model, critic, state)
         if self._ranks.is_first:
             self._remove_leftovers()

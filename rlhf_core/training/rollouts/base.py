@@ -122,8 +122,9 @@ class PromptSource(Protocol):
 class ContinuousSampling(Protocol):
     """Sampling of prompts some of which become known only while others are sampled.
 
-    It may also go on in parallel to training: one rollout at a time, with the weights that are current at its start.
-    Loading the next version meanwhile is allowed: it waits for the rollout first.
+    It may also go on in parallel to training, with the weights that are current at its start. Loading the next version
+    meanwhile is allowed: it waits for the rollout first. With ``max_staleness`` above 1, several rollouts may be in
+    progress, and they continue with the next version.
     """
 
     def sample(self, source: PromptSource, version: int, beat: Callable[[], None]) -> None:
@@ -147,8 +148,7 @@ class ContinuousSampling(Protocol):
         """
 
     def wait(self, beat: Callable[[], None]) -> None:
-        """Wait until the rollout has ended: every prompt that can be answered has been. Returns at once if nothing was
-        begun.
+        """Wait until all begun rollouts have ended: every prompt that can be answered has been.
 
         Args:
             beat: as for :meth:`sample`.
@@ -158,10 +158,11 @@ class ContinuousSampling(Protocol):
         """
 
     def stop(self) -> None:
-        """Stop the rollout soon, and wait for its end."""
+        """Stop all begun rollouts soon, and wait for their end."""
 
     def collect(self, beat: Callable[[], None]) -> None:
-        """Wait, then sample the prompts left over by restarted engines with the version now current. Collective.
+        """Wait for the rollout begun first, then sample the prompts that restarted engines have left over with the
+        version now current. Collective.
 
         Raises:
             EnginesLost, ToolFailed: as in :meth:`sample`.

@@ -49,7 +49,7 @@ class Sampler(Protocol):
         """Other processes that take part in every step."""
 
     def load(self, tensors: Iterable[tuple[str, Tensor]], beat: Callable[[], None]) -> None:
-        """Load a version. Called while there are no requests.
+        """Load a version. Called while no request is being processed: before any, or after :meth:`pause`.
 
         Args:
             tensors: names and tensors of all weights, tied ones once; for an adapter, only its own tensors.
@@ -81,6 +81,12 @@ class Sampler(Protocol):
 
     def cancel(self, keys: Collection[int]) -> None:
         """Drop unfinished requests."""
+
+    def pause(self) -> None:
+        """Take unfinished completions out of the model, before other weights are loaded; they keep their tokens."""
+
+    def resume(self) -> None:
+        """Continue paused completions after their tokens, with the weights loaded meanwhile."""
 
 
 class TransformersSampler:
@@ -165,6 +171,12 @@ class TransformersSampler:
         """Drop unfinished requests."""
         for key in keys:
             self._waiting.pop(key, None)
+
+    def pause(self) -> None:
+        """Do nothing: between two batches, no completion has any tokens."""
+
+    def resume(self) -> None:
+        """Do nothing; see :meth:`pause`."""
 
     def _next_batch(self) -> list[SamplerRequest]:
         """The oldest requests that can be sampled together, as many as fit, at least one."""

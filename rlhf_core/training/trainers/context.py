@@ -69,13 +69,13 @@ def loops(spec: RunSpec) -> list[Loop]:
 
 
 class SampledAhead(Protocol):
-    """Completions that are being sampled for the next step while this one trains."""
+    """Completions that are being sampled for later steps while this one trains."""
 
     @property
-    def num_rows_ahead(self) -> int:
-        """Number of rows taken for the next step, over all ranks."""
+    def position(self) -> int:
+        """Position in the data of the first row taken for a later step, or of the next one to be taken."""
 
-    def in_flight(self, is_last: bool) -> dict[str, Any] | None:
+    def in_flight(self, is_last: bool) -> list[dict[str, Any]]:
         """This rank's completions, for a checkpoint: tensors and JSON values."""
 
 
@@ -255,7 +255,7 @@ class TrainingContext:
 
         Args:
             critic: a model trained alongside the policy, saved with it.
-            ahead: completions already sampled for the next step, also saved.
+            ahead: completions already sampled for later steps, also saved.
 
         Returns:
             Whether to stop here because an agent requested it or the job has no time for another step; the state is
@@ -269,7 +269,7 @@ class TrainingContext:
         """
         self._evaluate(step, model)
         self._add_times(step)
-        position = self.position - (ahead.num_rows_ahead if ahead else 0)
+        position = ahead.position if ahead else self.position
         step.metrics.shared("data/epochs", position / len(self._data.rows))
         if step.number == 1:
             for name, count in self._data_counts.items():

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
@@ -10,22 +10,34 @@ import torch
 
 from rlhf_core.training.types import Completion, Episode, ModelTurn
 
-Groups = Mapping[str, list[Completion]]
+Groups = dict[str, list[Completion]]
 """Completions by the uid of their prompt."""
 
 
-def stored_completions(step: int, made: Groups) -> dict[str, Any]:
+@dataclass(frozen=True)
+class InFlight:
+    """Prompts of a step that has not run yet."""
+
+    position: int
+    """Position of the first of their rows in the order of the data."""
+    made: Groups
+    """Completions of the prompts that have all of theirs."""
+
+
+def stored_completions(step: int, found: InFlight) -> dict[str, Any]:
     """Convert the completions of one rank to tensors: of their tokens (those of observations, and prompts that an
     environment completed, among them), of the log-probabilities, and of a JSON text.
 
     Args:
         step: step that the completions are for.
     """
+    made = found.made
     flat = [completion for group in made.values() for completion in group]
     text = json.dumps({uid: [_description(one) for one in group] for uid, group in made.items()}, ensure_ascii=False)
     episodes = [completion.episode for completion in flat if completion.episode is not None]
     return {
         "step": step,
+        "position": found.position,
         "tokens": torch.tensor([token for completion in flat for token in completion.token_ids], dtype=torch.int64),
         "logprobs": torch.tensor([value for completion in flat for value in completion.logprobs], dtype=torch.float64),
         "prompts": torch.tensor([token for one in episodes for token in one.prompt_ids], dtype=torch.int64),
@@ -35,14 +47,14 @@ def stored_completions(step: int, made: Groups) -> dict[str, Any]:
     }
 
 
-def kept_completions(stored: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, list[Completion]]]:
-    """Restore the completions that any number of ranks stored, by step and prompt."""
-    found: dict[int, dict[str, list[Completion]]] = {}
+def kept_completions(stored: Iterable[Mapping[str, Any]]) -> dict[int, InFlight]:
+    """Restore the completions that any number of ranks stored, by step."""
+    found: dict[int, InFlight] = {}
     for part in stored:
         values = {name: iter(part[name].tolist()) for name in ("tokens", "logprobs", "prompts", "sampled")}
-        groups = found.setdefault(int(part["step"]), {})
+        step = found.setdefault(int(part["step"]), InFlight(int(part["position"]), {}))
         for uid, group in json.loads(part["groups"].numpy().tobytes()).items():
-            groups[uid] = [_completion(one, values) for one in group]
+            step.made[uid] = [_completion(one, values) for one in group]
     return found
 
 

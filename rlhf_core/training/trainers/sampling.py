@@ -1,11 +1,13 @@
-"""Prompts of each step, their completions and rewards; completions are optionally sampled one step ahead.
+"""Prompts of each step, their completions and rewards; completions are optionally sampled ahead of training.
 
-Sampling ahead (``rollout.max_staleness``), the engines sample for step ``n + 1`` with the weights from the beginning of
-step ``n``, while step ``n`` trains, and tools answer meanwhile, too. In-flight completions are part of a checkpoint: a
-run that resumes from it trains on the same completions.
+With ``rollout.max_staleness = 1``, the engines sample for step ``n + 1`` with the weights from the beginning of step
+``n``, while step ``n`` trains, and tools answer meanwhile, too. With a bound ``k`` above 1, the prompts of up to ``k``
+further steps are in flight, and unfinished completions continue with the weights of every step. Completions in flight
+are part of a checkpoint: a run that resumes from it trains on those that were finished.
 """
 
 import contextlib
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +25,7 @@ from rlhf_core.training.rewards.scoring import Scores
 from rlhf_core.training.rollouts.base import PromptSource, Sampling
 from rlhf_core.training.rollouts.seeds import sample_seed
 from rlhf_core.training.trainers.context import Loop, TrainingContext
-from rlhf_core.training.trainers.in_flight import kept_completions, stored_completions
+from rlhf_core.training.trainers.in_flight import InFlight, kept_completions, stored_completions
 from rlhf_core.training.trainers.step import TrainingStep
 from rlhf_core.training.trainers.updates import StepBatch
 from rlhf_core.training.types import Completion, Row
@@ -45,6 +47,8 @@ class PromptBatch:
 
     step: int
     prompts: list[Prompt]
+    position: int
+    """Position of the first of their rows, of all ranks, in the order of the data."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +56,22 @@ class BegunBatch:
     """Prompts that are being sampled ahead."""
 
     batch: PromptBatch
+    kept: Mapping[str, list[Completion]]
+    """Completions from before a restart, by uid of their prompt."""
+    missing: Sequence[Prompt]
+    """The other prompts."""
     source: PromptSource
-    """The same prompts, as the engines take them."""
+    """The missing ones, as the engines take them."""
+
+    @property
+    def made(self) -> dict[str, list[Completion]]:
+        """Completions of the prompts that have all of theirs so far."""
+        return {**self.kept, **{self.missing[index].row.uid: group for index, group in self.source.made.items()}}
+
+    def results(self) -> list[list[Completion]]:
+        """Completions of all prompts, in order."""
+        sampled = dict(zip((prompt.row.uid for prompt in self.missing), self.source.results(), strict=True))
+        return [self.kept.get(prompt.row.uid) or sampled[prompt.row.uid] for prompt in self.batch.prompts]
 
 
 @dataclass(frozen=True)
@@ -133,7 +151,9 @@ class StepSampler:
         self._model = model
         self._max_staleness = training.spec.rollout.max_staleness
         self._ahead = training.rollouts.continuous if self._max_staleness else None
-        self._begun: BegunBatch | None = None
+        self._spans_weights = self._max_staleness > 1
+        self._begun: deque[BegunBatch] = deque()
+        self._last_taken = 0
         self._saved = kept_completions(saved)
 
     def sample(self, step: TrainingStep) -> tuple["Rollout", list[int], list[int]]:
@@ -156,7 +176,7 @@ class StepSampler:
             flags.append(ranks.gather_numbers((~zero_std_groups(rounds[-1].rewards)).double().tolist()))
             if sum(sum(map(sum, flags_of_round)) for flags_of_round in flags) >= algorithm.rows_per_step:
                 break
-        self._begin_next(step)
+        self._begin_until(step.number + self._max_staleness, step.number - 1)
         groups, places = select_groups(flags, algorithm.rows_per_step, ranks.rank)
         return _joined(rounds), groups, places
 
@@ -164,39 +184,43 @@ class StepSampler:
     # In-flight completions
 
     @property
-    def num_rows_ahead(self) -> int:
-        """Number of rows taken for the next step, over all ranks."""
-        return self._loop.algorithm.rows_per_step if self._begun is not None else 0
+    def position(self) -> int:
+        """Position in the data of the first row taken for a later step, or of the next one to be taken."""
+        return self._begun[0].batch.position if self._begun else self._training.position
 
-    def in_flight(self, is_last: bool) -> dict[str, Any] | None:
-        """This rank's completions for the next step, for a checkpoint; None if sampling has not begun.
+    def in_flight(self, is_last: bool) -> list[dict[str, Any]]:
+        """This rank's completions for later steps, for a checkpoint.
 
         If the engines are lost, or a tool fails, these are the completions so far: the next step fails, after the
         checkpoint.
 
         Args:
-            is_last: the process ends after this checkpoint, so unfinished completions are not waited for.
+            is_last: the process ends after this checkpoint, so unfinished completions are not waited for. Otherwise
+                they are, unless they span weights.
         """
-        if self._ahead is None or self._begun is None:
-            return None
+        if self._ahead is None:
+            return []
         if is_last:
             self._ahead.stop()
-        else:
+        elif not self._spans_weights:
             self._training.beat(Phase.ROLLOUT)
             with contextlib.suppress(EnginesLost, ToolFailed):
                 self._ahead.wait(self._training.beating(Phase.ROLLOUT))
-        batch = self._begun.batch
-        made = {batch.prompts[index].row.uid: group for index, group in self._begun.source.made.items()}
-        return stored_completions(batch.step, made)
+        return [
+            stored_completions(begun.batch.step, InFlight(begun.batch.position, begun.made)) for begun in self._begun
+        ]
 
-    def _begin_next(self, step: TrainingStep) -> None:
-        """Have the engines sample for the next step with the current weights."""
-        if self._ahead is None or step.number == self._loop.last_step:
+    def _begin_until(self, last: int, version: int) -> None:
+        """Have the engines sample for the next steps up to step ``last``, beginning with the current weights."""
+        if self._ahead is None:
             return
-        batch = self._next_prompts(step.number + 1, 0)
-        source = self._training.evaluator.source(*_parts(batch.prompts), self._sampling())
-        self._ahead.begin(source, step.number - 1)
-        self._begun = BegunBatch(batch, source)
+        for number in range(max(self._last_taken, version) + 1, min(last, self._loop.last_step) + 1):
+            batch = self._next_prompts(number, 0)
+            kept = self._kept(batch)
+            missing = [prompt for prompt in batch.prompts if prompt.row.uid not in kept]
+            source = self._training.evaluator.source(*_parts(missing), self._sampling())
+            self._ahead.begin(source, version)
+            self._begun.append(BegunBatch(batch, kept, missing, source))
 
     # -----------------------------------------------------------------------------------------------------------------
     # One round
@@ -211,7 +235,7 @@ class StepSampler:
                 request = self._next_prompts(step.number, number)
                 completions = self._complete(request, {})
         if self._loop.algorithm.sampling_rounds == 1:
-            self._begin_next(step)
+            self._begin_until(step.number + self._max_staleness, step.number - 1)
         num_samples = self._loop.algorithm.group
         with step.timed("reward"):
             row_of_each = [prompt.row for prompt in request.prompts for _ in range(num_samples)]
@@ -223,29 +247,37 @@ class StepSampler:
 
     def _first_completions(self, step: TrainingStep) -> tuple[PromptBatch, list[list[Completion]]]:
         """The prompts of a step and their completions: begun in the previous step, or sampled now."""
-        training, begun = self._training, self._begun
-        self._begun = None
+        training, version = self._training, step.number - 1
         beat = training.beating(Phase.ROLLOUT)
-        if self._ahead is not None:
+        if self._ahead is not None and not self._spans_weights:
             with step.timed("rollout"):
                 training.beat(Phase.ROLLOUT)
                 self._ahead.wait(beat)
         with step.timed("weight_sync"):
             training.beat(Phase.WEIGHT_SYNC)
-            training.rollouts.load(self._model, step.number - 1, training.beating(Phase.WEIGHT_SYNC))
+            training.rollouts.load(self._model, version, training.beating(Phase.WEIGHT_SYNC))
         with step.timed("rollout"):
             training.beat(Phase.ROLLOUT)
-            if begun is not None and self._ahead is not None:
+            if self._spans_weights:
+                # With further rounds, the rows of the last step come after theirs: a resumed run goes on after it.
+                has_rounds = self._loop.algorithm.sampling_rounds > 1
+                self._begin_until(step.number + self._max_staleness - has_rounds, version)
+            if self._begun and self._ahead is not None:
                 self._ahead.collect(beat)
-                completions = begun.source.results()
+                begun = self._begun.popleft()
+                completions = begun.results()
                 self._warn()
                 return begun.batch, completions
-            saved, self._saved = self._saved.get(step.number, {}), {}
             request = self._next_prompts(step.number, 0)
-            return request, self._complete(request, saved)
+            return request, self._complete(request, self._kept(request))
 
     def _next_prompts(self, step: int, number: int) -> PromptBatch:
         num_samples = self._loop.algorithm.group
+        if number == 0:
+            self._last_taken = step
+            if step in self._saved:  # in between, rows may have been taken for further rounds of an earlier step
+                self._training.position = self._saved[step].position
+        position = self._training.position
         rows, token_ids_of_rows = self._training.take_rows(self._loop.algorithm.rows_per_step)
         # A prompt that recurs in a later round of the step gets different samples.
         indices = range(number * num_samples, (number + 1) * num_samples)
@@ -253,24 +285,33 @@ class StepSampler:
         for row, token_ids in zip(rows, token_ids_of_rows, strict=True):
             seeds = [sample_seed(self._training.spec.seed, step, row.uid, index) for index in indices]
             prompts.append(Prompt(row, token_ids, seeds))
-        return PromptBatch(step, prompts)
+        return PromptBatch(step, prompts, position)
 
-    def _complete(self, request: PromptBatch, saved: Mapping[str, list[Completion]]) -> list[list[Completion]]:
-        """Sample with the current weights for the prompts whose uid is not in ``saved``. Collective."""
-        version = request.step - 1
-        oldest = version - self._max_staleness
-        made = {
-            prompt.row.uid: saved[prompt.row.uid]
+    def _kept(self, request: PromptBatch) -> dict[str, list[Completion]]:
+        """Completions of a step that are left from before a restart, by uid of their prompt, as far as they are usable:
+        as many as needed, and none from weights older than the bound."""
+        saved = self._saved.pop(request.step, None)
+        if saved is None:
+            return {}
+        oldest = request.step - 1 - self._max_staleness
+        kept = {
+            prompt.row.uid: group
             for prompt in request.prompts
-            if prompt.row.uid in saved and _is_usable(saved[prompt.row.uid], len(prompt.seeds), oldest)
+            if len(group := saved.made.get(prompt.row.uid, [])) == len(prompt.seeds)
+            and all(made.weight_version >= oldest for made in group)
         }
-        missing = [prompt for prompt in request.prompts if prompt.row.uid not in made]
-        if saved:
-            self._training.ranks.log(f"{len(made)} of {len(request.prompts)} prompts were completed before the restart")
+        self._training.ranks.log(
+            f"{len(kept)} of {len(request.prompts)} prompts of step {request.step} were completed before the restart"
+        )
+        return kept
+
+    def _complete(self, request: PromptBatch, kept: Mapping[str, list[Completion]]) -> list[list[Completion]]:
+        """Sample with the current weights for the prompts whose uid is not in ``kept``. Collective."""
+        missing = [prompt for prompt in request.prompts if prompt.row.uid not in kept]
         beat, evaluator = self._training.beating(Phase.ROLLOUT), self._training.evaluator
-        sampled = evaluator.sample(*_parts(missing), self._sampling(), version, beat)
+        sampled = evaluator.sample(*_parts(missing), self._sampling(), request.step - 1, beat)
         self._warn()
-        made |= {prompt.row.uid: group for prompt, group in zip(missing, sampled, strict=True)}
+        made = {prompt.row.uid: group for prompt, group in zip(missing, sampled, strict=True)} | dict(kept)
         return [made[prompt.row.uid] for prompt in request.prompts]
 
     def _warn(self) -> None:
@@ -297,12 +338,6 @@ def _parts(prompts: Sequence[Prompt]) -> tuple[list[Row], list[list[int]], list[
         [prompt.token_ids for prompt in prompts],
         [prompt.seeds for prompt in prompts],
     )
-
-
-def _is_usable(group: Sequence[Completion], wanted: int, oldest: int) -> bool:
-    """True if there are as many saved completions as a prompt needs, none of them from weights older than
-    ``oldest``."""
-    return len(group) == wanted and all(made.weight_version >= oldest for made in group)
 
 
 def select_groups(flags: Sequence[Sequence[Sequence[float]]], wanted: int, rank: int) -> tuple[list[int], list[int]]:

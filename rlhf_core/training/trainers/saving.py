@@ -84,7 +84,7 @@ class Saving:
         model: PreTrainedModel,
         engine: Engine,
         critic: SavedModel | None,
-        in_flight: Callable[[bool], dict[str, Any] | None] | None,
+        in_flight: Callable[[bool], list[dict[str, Any]]] | None,
         *,
         is_last: bool,
     ) -> None:
@@ -100,7 +100,7 @@ class Saving:
         started = time.monotonic()
         self.writer.finish()
         self._wait_s = time.monotonic() - started
-        sampled = in_flight(is_last) if in_flight else None
+        sampled = in_flight(is_last) if in_flight else []
         self._beat(Phase.CHECKPOINT)
         self._sync_files()
         saved = self.writer.begin(progress, model, engine.state(), critic, sampled)

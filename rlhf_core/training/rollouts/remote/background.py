@@ -1,10 +1,12 @@
 """Rollouts over the engines of the group: of prompts that become known meanwhile, and in parallel to training."""
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from concurrent import futures
 from threading import Thread
 
+from rlhf_core.schemas.engines import WeightsId
 from rlhf_core.training.rollouts.base import PromptSource
 from rlhf_core.training.rollouts.remote.dispatch import Dispatcher
 from rlhf_core.training.rollouts.remote.rollout import POLL_S, RemoteRollout
@@ -30,12 +32,12 @@ class ContinuousRollouts:
         self._rollout = rollout
         self._complete = complete
         self._finish = finish
-        self._begun: BackgroundRollout | None = None
+        self._begun: deque[BackgroundRollout] = deque()
 
     @property
     def is_begun(self) -> bool:
-        """True between :meth:`begin` and :meth:`collect`."""
-        return self._begun is not None
+        """True if a rollout was begun and not collected."""
+        return bool(self._begun)
 
     def sample(self, source: PromptSource, version: int, beat: Callable[[], None]) -> None:
         """Sample until every prompt has its completions. Collective."""
@@ -43,24 +45,34 @@ class ContinuousRollouts:
 
     def begin(self, source: PromptSource, version: int) -> None:
         """Begin to sample in parallel to the caller."""
-        self._begun = BackgroundRollout(self._dispatcher(source, version), self._rollout)
+        self._begun.append(BackgroundRollout(self._dispatcher(source, version), self._rollout))
 
     def wait(self, beat: Callable[[], None]) -> None:
-        """Wait until the rollout has ended."""
-        if self._begun is not None:
-            self._begun.wait(beat)
+        """Wait until all rollouts have ended."""
+        for begun in self._begun:
+            begun.wait(beat)
 
     def stop(self) -> None:
-        """Stop the rollout soon, and wait for its end."""
-        if self._begun is not None:
-            self._begun.stop()
+        """Stop all rollouts soon, and wait for their end."""
+        for begun in self._begun:
+            begun.stop()
 
     def collect(self, beat: Callable[[], None]) -> None:
-        """Wait, then sample the rest with the version now current. Collective."""
-        assert self._begun is not None  # begun before
-        self._begun.wait(beat)
-        begun, self._begun = self._begun, None
-        self._finish(begun.dispatcher, beat)
+        """Wait for the first rollout, then sample the rest of it with the version now current. Collective."""
+        self._begun[0].wait(beat)
+        self._finish(self._begun.popleft().dispatcher, beat)
+
+    def begin_change(self) -> None:
+        """Have all rollouts expect other weights."""
+        for begun in self._begun:
+            begun.rollout.begin_change()
+
+    def end_change(self, weights: WeightsId) -> None:
+        """Continue with these weights, also the rollouts that had lost all engines with the ones before."""
+        for place, begun in enumerate(self._begun):
+            begun.rollout.end_change(weights)
+            if begun.is_stranded:
+                self._begun[place] = BackgroundRollout(begun.dispatcher, self._rollout)
 
 
 class BackgroundRollout:
@@ -75,13 +87,18 @@ class BackgroundRollout:
             rollout: as for :class:`ContinuousRollouts`.
         """
         self.dispatcher = dispatcher
-        self._rollout = rollout(dispatcher, self._advance)
+        self.rollout = rollout(dispatcher, self._advance)
         self._num_advances = 0
         loop = asyncio.new_event_loop()
         self._end = asyncio.run_coroutine_threadsafe(self._run(), loop)
         self._end.add_done_callback(lambda _: loop.call_soon_threadsafe(loop.stop))
         # A daemon: a failing rank does not wait for the engines.
         Thread(target=_run, args=(loop,), name="rollout", daemon=True).start()
+
+    @property
+    def is_stranded(self) -> bool:
+        """True if it has ended without error and has prompts left."""
+        return self._end.done() and self._end.exception() is None and not self.dispatcher.is_done
 
     def wait(self, beat: Callable[[], None]) -> None:
         """Wait for its end, with a heartbeat from this thread whenever the rollout makes progress.
@@ -99,12 +116,12 @@ class BackgroundRollout:
 
     def stop(self) -> None:
         """Stop it soon, wait for its end, and ignore its error."""
-        self._rollout.stop()
+        self.rollout.stop()
         futures.wait([self._end])
 
     async def _run(self) -> None:
         try:
-            await self._rollout.run()
+            await self.rollout.run()
         finally:
             # What is left is sampled with other weights, and all turns of a completion have the same.
             self.dispatcher.end(self._advance)

@@ -6,7 +6,8 @@ restarts it, and it serves again once rank 0 has sent it the weights.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from transformers import PreTrainedModel
@@ -40,7 +41,8 @@ class RemoteEngines:
         self._weights = EngineWeights(context, ranks, self._registry)
         self._num_rollouts = 0
         self._counts = dict.fromkeys(COUNTS, 0.0)
-        self.continuous = ContinuousRollouts(self._dispatcher, self._rollout, self._complete, self._finish)
+        self._spans_weights = self._spec.max_staleness > 1
+        self.continuous = ContinuousRollouts(self._dispatcher, self._begun_rollout, self._complete, self._finish)
 
     @property
     def version(self) -> int | None:
@@ -59,16 +61,26 @@ class RemoteEngines:
         """
         if self.version == version:
             return None
-        self._wait_for_rollouts(beat)
-        return self._weights.load(model, version, beat)
+        with self._other_weights(beat):
+            return self._weights.load(model, version, beat)
 
-    def _wait_for_rollouts(self, beat: Callable[[], None]) -> None:
-        """Wait for the rollouts ahead of all ranks, before weights are sent: engines with the next version would refuse
-        another rank's prompts. Collective."""
+    @contextlib.contextmanager
+    def _other_weights(self, beat: Callable[[], None]) -> Iterator[None]:
+        """Prepare rollouts in progress for weights that are sent in the block. Collective.
+
+        Those that span weights go on. Others are waited for, on all ranks: engines with the next version would refuse
+        another rank's prompts.
+        """
         beat()  # its phase tells the agent that silence from here on may be a wait for engines
+        if self._spans_weights:
+            self.continuous.begin_change()
+            yield
+            self.continuous.end_change(self._weights.id)
+            return
         if self.continuous.is_begun:
             self.continuous.wait(beat)
             self._ranks.barrier()
+        yield
 
     # -----------------------------------------------------------------------------------------------------------------
     # Sampling
@@ -112,8 +124,10 @@ class RemoteEngines:
         *,
         are_restored: bool = False,
         may_leave: Callable[[], bool] = lambda: True,
+        spans_weights: bool = False,
     ) -> RemoteRollout:
         """Create a rollout, by default one during which weights cannot be sent to any engine."""
+        at_once = self._spec.max_staleness or 1  # rollouts that check engines
         return RemoteRollout(
             dispatcher,
             self._weights.id,
@@ -123,8 +137,13 @@ class RemoteEngines:
             restore=restore,
             are_restored=are_restored,
             may_leave=may_leave,
-            interval_s=check_interval_s(self._spec.engines, self._ranks.num_ranks),
+            interval_s=check_interval_s(self._spec.engines * at_once, self._ranks.num_ranks * at_once),
+            spans_weights=spans_weights,
         )
+
+    def _begun_rollout(self, dispatcher: Dispatcher, beat: Callable[[], None]) -> RemoteRollout:
+        """Create a rollout in parallel to training, which replaces the weights that the model holds now."""
+        return self._rollout(dispatcher, beat, spans_weights=self._spans_weights)
 
     def _finish(self, dispatcher: Dispatcher, beat: Callable[[], None]) -> None:
         """Sample what a finished background rollout has left over. Collective."""
@@ -147,8 +166,8 @@ class RemoteEngines:
                 dispatcher.end(beat)
                 self._count(dispatcher)
                 return
-            self._wait_for_rollouts(beat)
-            self._weights.load_again(beat)
+            with self._other_weights(beat):
+                self._weights.load_again(beat)
         raise EnginesLost(
             f"{dispatcher.num_missing} prompts of rank {self._ranks.rank} were given up after all engines restarted "
             f"{MAX_RESTARTS} times in one rollout. See the logs of the group rollout"

@@ -68,8 +68,10 @@ class RemoteRollout:
         are_restored: bool,
         may_leave: Callable[[], bool],
         interval_s: float = POLL_S,
+        spans_weights: bool = False,
     ) -> None:
         """Args:
+        weights: weights of the engines.
         clients: returns the currently registered engines, without those of the given ranks.
         beat: called whenever an engine makes progress or begins to serve, and at every look at tools that are at work
             or, once all prompts are answered, at the other ranks: neither wait is one for this rank.
@@ -77,9 +79,13 @@ class RemoteRollout:
         are_restored: True if some rank sends the weights to such engines during the rollout; False if none can.
         may_leave: called once all prompts are answered; False while other ranks may need this one.
         interval_s: interval of the health checks of an engine, from :func:`check_interval_s`.
+        spans_weights: True if engines may load others meanwhile (:meth:`begin_change`), and continue with those.
         """
         self._dispatcher = dispatcher
-        self._weights = weights
+        self._weights = self._oldest = weights
+        self._spans_weights = spans_weights
+        self._is_changing = False
+        self._changed_at_s = -math.inf
         self._settings = settings
         self._clients = clients
         self._beat = beat
@@ -103,6 +109,15 @@ class RemoteRollout:
     def stop(self) -> None:
         """Stop the rollout soon, from another thread; prompts answered by then stay with their source."""
         self._is_stopped = True
+
+    def begin_change(self) -> None:
+        """Expect engines to load other weights from now on. Called from another thread, as :meth:`end_change` is."""
+        self._is_changing = True
+
+    def end_change(self, weights: WeightsId) -> None:
+        """Continue with engines that have these weights."""
+        self._weights, self._changed_at_s, self._others = weights, time.monotonic(), set()
+        self._is_changing = False
 
     async def run(self) -> None:
         """Run until every prompt is answered. Some are left over if the rollout is stopped, or if all engines came back
@@ -202,6 +217,8 @@ class RemoteRollout:
         """Judge the state of an engine at ``now_s``, when it was asked: an answer is not read while weights are sent to
         another engine."""
         rank = client.address.rank
+        if self._is_changing or now_s < self._changed_at_s:
+            return
         if health.weights != self._weights:
             self._lose(rank, f"{client.name} has other weights active")
             if self._restore is not None:
@@ -218,9 +235,9 @@ class RemoteRollout:
                 self._beat()
         elif not busy and not (seen.is_stalled and health.num_waiting):
             seen.at_s, seen.is_stalled = now_s, False
-        elif now_s - seen.at_s > self._settings.stall_timeout_s:
+        elif (silent_s := now_s - max(seen.at_s, self._changed_at_s)) > self._settings.stall_timeout_s:
             seen.is_stalled = True  # until it makes progress again, or has dropped all requests
-            self._lose(rank, f"{client.name} has made no progress for {now_s - seen.at_s:.0f} s")
+            self._lose(rank, f"{client.name} has made no progress for {silent_s:.0f} s")
             return
         if rank not in self._ready:
             self._ready[rank] = client
@@ -271,7 +288,12 @@ class RemoteRollout:
     async def _request(self, http: httpx.AsyncClient, client: EngineClient, tasks: Collection[PromptTask]) -> None:
         rank = client.address.rank
         prompts = tuple(PromptRequest(index=t.index, prompt=tuple(t.prompt), seeds=tuple(t.seeds)) for t in tasks)
-        request = SampleRequest(weights=self._weights, prompts=prompts, **asdict(self._dispatcher.source.sampling))
+        request = SampleRequest(
+            weights=self._weights,
+            spans_weights=self._spans_weights,
+            prompts=prompts,
+            **asdict(self._dispatcher.source.sampling),
+        )
         unanswered = {task.index: len(task.seeds) for task in tasks}
         try:
             async for made in client.sample(http, request):
@@ -295,7 +317,7 @@ class RemoteRollout:
         Raises:
             EngineUnusable: they are others.
         """
-        num_other = sum(one.weights != self._weights for one in made.completions)
+        num_other = sum(not self._are_right(one) for one in made.completions)
         if num_other or len(made.completions) != num_wanted:
             self._dispatcher.num_refused += len(made.completions)
             raise EngineUnusable(
@@ -305,10 +327,20 @@ class RemoteRollout:
         self._dispatcher.answer(client.address.rank, made.index, [_completion(one) for one in made.completions])
         self._wake.set()
 
+    def _are_right(self, made: SampledCompletion) -> bool:
+        """True if a completion was sampled with the weights of the rollout; of one that spans weights, if it was begun
+        with none before those that the rollout began with."""
+        if not self._spans_weights:
+            return made.begun_with == made.weights == self._weights
+        return (
+            made.weights.start == made.begun_with.start == self._oldest.start
+            and self._oldest.version <= made.begun_with.version <= made.weights.version
+        )
+
 
 def _completion(made: SampledCompletion) -> Completion:
     return Completion(
-        list(made.token_ids), made.text, made.finished, list(made.logprobs), weight_version=made.weights.version
+        list(made.token_ids), made.text, made.finished, list(made.logprobs), weight_version=made.begun_with.version
     )
 
 

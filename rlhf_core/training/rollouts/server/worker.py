@@ -68,6 +68,13 @@ class _PendingPrompt:
 
     index: int
     deliver: Deliver
+    begun_with: WeightsId
+    """Weights of the engine when it was requested."""
+    spans_weights: bool
+
+    def outlives(self, weights: WeightsId) -> bool:
+        """True if it may be continued with these weights."""
+        return self.spans_weights and _are_later(weights, self.begun_with)
 
 
 class EngineWorker:
@@ -133,7 +140,7 @@ class EngineWorker:
         """
         while is_served():
             self._require_use()
-            busy = bool(self._wanted)
+            busy = bool(self._wanted) and self._weights is not None
             self._beat(Phase.ROLLOUT)
             try:
                 self._calls.get(block=not busy, timeout=IDLE_BEAT_S).run()
@@ -155,17 +162,20 @@ class EngineWorker:
             ValueError: the sampler refuses a prompt.
             Exception: the sampler fails.
         """
-        if request.weights != self._weights:
+        # While the trainer has yet to confirm weights, a prompt that may be sampled with them waits for that.
+        current = self._weights or (self._unconfirmed if request.spans_weights else None)
+        is_later = request.spans_weights and current is not None and _are_later(current, request.weights)
+        if current is None or not (is_later or request.weights == current):
             raise StaleWeights(
                 f"engine {self._rank} has {_shown(self._weights)} active, but completions with "
                 f"{_shown(request.weights)} were requested; nothing was sampled"
             )
-        sampling = Sampling(**request.model_dump(exclude={"weights", "prompts"}))
+        sampling = Sampling(**request.model_dump(exclude={"weights", "spans_weights", "prompts"}))
         keys: list[int] = []
         try:
             for one in request.prompts:
                 keys.append(next(self._keys))
-                self._wanted[keys[-1]] = _PendingPrompt(one.index, deliver)
+                self._wanted[keys[-1]] = _PendingPrompt(one.index, deliver, current, request.spans_weights)
                 self._sampler.submit(SamplerRequest(keys[-1], one.prompt, one.seeds, sampling))
         except BaseException as error:
             if not isinstance(error, ValueError):  # which is the fault of the request
@@ -182,7 +192,7 @@ class EngineWorker:
 
     def commit(self, request: CommitRequest) -> Committed:
         """Load the staged weights and return the probe computed with them. They become current once the trainer
-        confirms it.
+        confirms it; until then, prompts that span weights are paused. Others are refused.
 
         Raises:
             WeightSyncFailed: they are not staged; the old ones stay current.
@@ -190,11 +200,16 @@ class EngineWorker:
             NonFiniteLoss: likewise, because a log-probability of the probe is not finite.
         """
         staged = self._receiver.commit(request.weights.version)
-        self._refuse_all(f"{_shown(request.weights)} becomes active")
+        self._refuse(
+            [key for key, wanted in self._wanted.items() if not wanted.outlives(request.weights)],
+            f"{_shown(request.weights)} becomes active",
+        )
         self._weights = self._unconfirmed = None
         try:
+            self._sampler.pause()
             committed = self._take_over(request, staged)
         except Exception as error:
+            self._refuse(list(self._wanted), "it has no weights")
             kind = DiskFull if comes_from_full_disk(error) else StaleWeights
             self._refusals.append(kind(f"{type(error).__name__}: {error}"))
             raise
@@ -223,6 +238,7 @@ class EngineWorker:
         self._require_unconfirmed(weights)
         self._weights, self._unconfirmed = weights, None
         self._refusals = []
+        self._sampler.resume()
 
     def refuse(self, refusal: WeightsRefused) -> None:
         """Drop the current weights, because the trainer found that the engine's outputs do not match them.
@@ -232,6 +248,7 @@ class EngineWorker:
         """
         self._require_unconfirmed(refusal.weights)
         self._unconfirmed = None
+        self._refuse(list(self._wanted), "it has no weights")
         self._refusals.append(StaleWeights(refusal.why))
 
     def _require_unconfirmed(self, weights: WeightsId) -> None:
@@ -253,17 +270,17 @@ class EngineWorker:
 
     def _sample(self) -> None:
         weights = self._weights
-        assert weights is not None  # active requests are refused before it changes
+        assert weights is not None  # as serve() has made sure
         for key, completions in self._sampler.step(self._progressed):
             self._failures = []
             wanted = self._wanted.pop(key, None)
             if wanted is not None:
-                made = tuple(_sampled(one, weights) for one in completions)
+                made = tuple(_sampled(one, weights, wanted.begun_with) for one in completions)
                 wanted.deliver(SampledPrompt(index=wanted.index, completions=made))
 
-    def _refuse_all(self, why: str) -> None:
-        refused = list(self._wanted.values())
-        self.drop(list(self._wanted))
+    def _refuse(self, keys: list[int], why: str) -> None:
+        refused = [self._wanted[key] for key in keys]
+        self.drop(keys)
         for wanted in refused:
             wanted.deliver(EngineRefusal(error=f"engine {self._rank} no longer samples a prompt: {why}"))
 
@@ -275,13 +292,19 @@ class EngineWorker:
         self._reporter.beat(phase, self._weights.version if self._weights is not None else 0)
 
 
-def _sampled(completion: Completion, weights: WeightsId) -> SampledCompletion:
+def _are_later(weights: WeightsId, begun_with: WeightsId) -> bool:
+    """True if weights are the given ones, or later ones of the same start of the trainers."""
+    return weights.start == begun_with.start and weights.version >= begun_with.version
+
+
+def _sampled(completion: Completion, weights: WeightsId, begun_with: WeightsId) -> SampledCompletion:
     return SampledCompletion(
         token_ids=tuple(completion.token_ids),
         text=completion.text,
         finished=completion.finished,
         logprobs=tuple(completion.logprobs),
         weights=weights,
+        begun_with=begun_with,
     )
 
 

@@ -11,6 +11,7 @@ import queue
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -21,10 +22,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.errors import StaleWeights, WorkerError
-from rlhf_core.training.rollouts.base import Sampling, completion_of
+from rlhf_core.training.rollouts.base import completion_of
 from rlhf_core.training.rollouts.checkpoint_layout import CheckpointLayout
 from rlhf_core.training.rollouts.completion_end import StopSearch, end_ids_of, stop_strings
 from rlhf_core.training.rollouts.http_clients import async_engine_http, engine_http
+from rlhf_core.training.rollouts.open_completion import OpenCompletion
 from rlhf_core.training.rollouts.response_lines import response_lines
 from rlhf_core.training.rollouts.samplers import OpenPrompts, SamplerRequest
 from rlhf_core.training.rollouts.sglang.server import SglangServer
@@ -54,8 +56,9 @@ class SglangSampler:
         _copy_without_weights(folder, weights)
         self._http = engine_http(base_url=server.url, headers=server.headers, timeout=UNLIMITED)
         self._open = OpenPrompts()
-        self._sent: dict[tuple[int, int], Future[None]] = {}
-        self._made: queue.SimpleQueue[tuple[int, int, Completion | Exception]] = queue.SimpleQueue()
+        self._requests: dict[tuple[int, int], _Request] = {}
+        self._made: queue.SimpleQueue[tuple[int, int, _Request, Completion | Exception]] = queue.SimpleQueue()
+        self._is_paused = False
         self._num_chunks = 0
         self._loop = asyncio.new_event_loop()
         Thread(target=self._loop.run_forever, name="sglang", daemon=True).start()
@@ -111,9 +114,13 @@ class SglangSampler:
     def submit(self, request: SamplerRequest) -> None:
         """Accept a request."""
         self._open.add(request)
+        stop = request.sampling.stop
         for place, seed in enumerate(request.seeds):
-            work = self._request(request.key, place, request.prompt, seed, request.sampling)
-            self._sent[request.key, place] = asyncio.run_coroutine_threadsafe(work, self._loop)
+            search = StopSearch(stop_strings(self._tokenizer, stop)) if stop else None
+            one = OpenCompletion(request.prompt, seed, request.sampling, search)
+            self._requests[request.key, place] = _Request(one)
+            if not self._is_paused:
+                self._send(request.key, place)
 
     def step(self, beat: Callable[[], None]) -> list[tuple[int, list[Completion]]]:
         """Collect finished completions after a short wait.
@@ -125,12 +132,13 @@ class SglangSampler:
         timeout_s: float = POLL_S
         while True:
             try:
-                key, place, made = self._made.get(timeout=timeout_s)
+                key, place, request, made = self._made.get(timeout=timeout_s)
             except queue.Empty:
                 break
             timeout_s = 0.0
-            if self._sent.pop((key, place), None) is None:
-                continue  # it was cancelled meanwhile
+            if self._requests.get((key, place)) is not request:
+                continue  # it was cancelled, or sent again, meanwhile
+            del self._requests[key, place]
             if isinstance(made, Exception):
                 raise WorkerError(f"SGLang failed to complete a prompt: {made!r}") from made
             if (whole := self._open.put(key, place, made)) is not None:
@@ -143,43 +151,60 @@ class SglangSampler:
         """Drop unfinished requests: SGLang cancels those with a closed connection."""
         for key in keys:
             for place in self._open.cancel(key):
-                self._sent.pop((key, place)).cancel()
+                self._requests.pop((key, place)).cancel()
+
+    def pause(self) -> None:
+        """Cancel unfinished completions; they keep the tokens that have arrived."""
+        self._is_paused = True
+        for place, request in self._requests.items():
+            self._requests[place] = request.paused()
+
+    def resume(self) -> None:
+        """Request the rest of paused completions."""
+        self._is_paused = False
+        for key, place in self._requests:
+            self._send(key, place)
 
     # -----------------------------------------------------------------------------------------------------------------
 
-    async def _request(self, key: int, place: int, prompt: Sequence[int], seed: int, sampling: Sampling) -> None:
+    def _send(self, key: int, place: int) -> None:
+        request = self._requests[key, place]
+        request.sending = asyncio.run_coroutine_threadsafe(self._complete(key, place, request), self._loop)
+
+    async def _complete(self, key: int, place: int, request: "_Request") -> None:
         try:
-            ends = [*self._end_ids, *sampling.end_ids]
-            search = StopSearch(stop_strings(self._tokenizer, sampling.stop)) if sampling.stop else None
-            answer, length = await self._last_chunk(prompt, seed, sampling, search, ends)
-            sampled = answer["meta_info"]["output_token_logprobs"]
-            made: Completion | Exception = (
-                answered_completion(answer, self._tokenizer, ends)
-                if search is None or length is None
-                else search.strings.completion(_tokens_of(sampled)[:length], _logprobs_of(sampled[:length]))
-            )
+            made: Completion | Exception = await self._completion(request)
         except (httpx.HTTPError, WorkerError, ValueError, LookupError, TypeError) as error:
             made = error  # also for an answer of another form: without it, the prompt would be waited for
-        self._made.put((key, place, made))
+        self._made.put((key, place, request, made))
 
-    async def _last_chunk(
-        self, prompt: Sequence[int], seed: int, sampling: Sampling, search: StopSearch | None, ends: Collection[int]
-    ) -> tuple[Mapping[str, Any], int | None]:
+    async def _completion(self, request: "_Request") -> Completion:
+        one = request.completion
+        ends = [*self._end_ids, *one.sampling.end_ids]
+        answer, length = await self._last_chunk(request, ends)
+        sampled = answer["meta_info"]["output_token_logprobs"]
+        if one.search is None or length is None:
+            return answered_completion(answer, self._tokenizer, ends, one)
+        tokens, logprobs = [*one.tokens, *_tokens_of(sampled)], [*one.logprobs, *_logprobs_of(sampled)]
+        return one.search.strings.completion(tokens[:length], logprobs[:length])
+
+    async def _last_chunk(self, request: "_Request", ends: Collection[int]) -> tuple[Mapping[str, Any], int | None]:
         """The complete response: each chunk contains all tokens so far.
 
         Returns:
-            If a stop string was sampled, the response up to then, and the number of its tokens; the server drops the
-            rest, because its connection is closed.
+            If a stop string was sampled, the response up to then, and the number of tokens of the completion; the
+            server drops the rest, because its connection is closed.
         """
-        request = {
-            "input_ids": list(prompt),
+        one, sampling = request.completion, request.completion.sampling
+        body = {
+            "input_ids": one.context,
             "sampling_params": {
                 "temperature": sampling.temperature,
                 "top_p": sampling.top_p,
                 "top_k": sampling.top_k or -1,
                 "min_p": sampling.min_p,
-                "max_new_tokens": sampling.max_new_tokens,
-                "sampling_seed": seed % 2**31,  # SGLang hashes them to 32 bits
+                "max_new_tokens": one.num_left,
+                "sampling_seed": one.next_seed % 2**31,  # SGLang hashes them to 32 bits
                 "stop_token_ids": [*self._end_ids, *sampling.end_ids],
                 "skip_special_tokens": False,
             },
@@ -187,7 +212,7 @@ class SglangSampler:
             "stream": True,
         }
         chunk: Mapping[str, Any] = {}
-        async with self._stream.stream("POST", "/generate", json=request) as answer:
+        async with self._stream.stream("POST", "/generate", json=body) as answer:
             if answer.status_code != httpx.codes.OK:
                 await answer.aread()
                 raise WorkerError(_error_of(answer))
@@ -196,14 +221,39 @@ class SglangSampler:
                 if data and data != b"[DONE]":
                     chunk = json.loads(data)
                     self._num_chunks += 1
-                    if search is not None and "error" not in chunk:
-                        tokens = _tokens_of(chunk["meta_info"]["output_token_logprobs"])
+                    if "error" in chunk:
+                        continue
+                    request.sampled = chunk["meta_info"]["output_token_logprobs"]
+                    if one.search is not None:
+                        tokens = [*one.tokens, *_tokens_of(request.sampled)]
                         is_ended = bool(tokens) and tokens[-1] in ends
-                        if (length := search.length(tokens[:-1] if is_ended else tokens)) is not None:
+                        if (length := one.search.length(tokens[:-1] if is_ended else tokens)) is not None:
                             return chunk, length
         if "error" in chunk or not chunk:
             raise WorkerError(str(chunk.get("error", "a response without tokens")))
         return chunk, None
+
+
+@dataclass
+class _Request:
+    """A request for a completion, or for the rest of one."""
+
+    completion: OpenCompletion
+    sending: Future[None] | None = None
+    """Its way to the server and back; None before it is sent."""
+    sampled: Sequence[Sequence[Any]] = ()
+    """Tokens of it that have arrived."""
+
+    def cancel(self) -> None:
+        """Close its connection."""
+        if self.sending is not None:
+            self.sending.cancel()
+
+    def paused(self) -> "_Request":
+        """Cancel it, and return a request for what is missing."""
+        self.cancel()
+        sampled = self.sampled  # read once: the thread of the connection may still replace it
+        return _Request(self.completion.after(_tokens_of(sampled), _logprobs_of(sampled)))
 
 
 def _copy_without_weights(folder: Path, target: Path) -> None:
@@ -218,9 +268,12 @@ def _copy_without_weights(folder: Path, target: Path) -> None:
 
 
 def answered_completion(
-    answer: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int]
+    answer: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int], one: OpenCompletion
 ) -> Completion:
     """Completion in a complete response of the server.
+
+    Args:
+        one: the completion before the response.
 
     Raises:
         WorkerError: the server did not finish it, or gave a log-probability that is not finite.
@@ -233,7 +286,7 @@ def answered_completion(
     tokens = _tokens_of(made)
     # SGLang compares the length first: an end token in the last place is "length".
     finished = reason == "stop" or tokens[-1] in end_ids
-    return completion_of(tokenizer, tokens, finished, _logprobs_of(made))
+    return completion_of(tokenizer, [*one.tokens, *tokens], finished, [*one.logprobs, *_logprobs_of(made)])
 
 
 def _tokens_of(sampled: Sequence[Sequence[Any]]) -> list[int]:

@@ -32,6 +32,7 @@ from rlhf_core.training.checkpoints.state import kept_random_state
 from rlhf_core.training.rollouts.base import Sampling, WeightTransfer, completion_of, require_prompts, require_version
 from rlhf_core.training.rollouts.completion_end import StopSearch, end_ids_of, stop_strings
 from rlhf_core.training.rollouts.engine_adapter import given_weights
+from rlhf_core.training.rollouts.open_completion import OpenCompletion
 from rlhf_core.training.rollouts.shared_tensors import buckets_of_places, place_of
 from rlhf_core.training.rollouts.vllm.adapter import VllmAdapter, use_products
 from rlhf_core.training.rollouts.vllm.processes import EngineProcesses, starting_in
@@ -79,7 +80,9 @@ class VllmEngine:
             represent: called with the ids of these processes while they start.
         """
         self._tokenizer = tokenizer
-        self._stops: dict[str, StopSearch] = {}
+        self._open: dict[str, OpenCompletion] = {}
+        self._outputs: dict[str, Any] = {}
+        self._is_paused = False
         self._on_gpu = on_gpu
         self._check = VersionCheck(max_tokens, dtype, of_adapters=lora is not None)
         self._is_split = tensor_parallel > 1
@@ -229,37 +232,57 @@ class VllmEngine:
 
     def submit(self, name: str, prompt: Sequence[int], seed: int, sampling: Sampling) -> None:
         """Request one completion, which :meth:`step` returns by this name."""
-        self._add(name, prompt, self._parameters(seed, sampling))
-        if sampling.stop:
-            self._stops[name] = StopSearch(stop_strings(self._tokenizer, sampling.stop))
+        search = StopSearch(stop_strings(self._tokenizer, sampling.stop)) if sampling.stop else None
+        self._open[name] = OpenCompletion(prompt, seed, sampling, search)
+        if not self._is_paused:
+            self._start(name)
 
     def step(self) -> list[tuple[str, Completion]]:
         """Run one decoding step; returns finished completions by name, without a version."""
         done = []
         for output in self._engine.step():
             name, made = output.request_id, output.outputs[0]
-            if (length := self._stopped_at(name, made)) is not None:
+            one = self._open[name]
+            if one.search is not None and (length := _stopped_at(one, made)) is not None:
                 if not output.finished:
                     self._engine.abort_request([name])
-                done.append((name, self._stops[name].strings.completion(*_sampled(made, length))))
+                tokens, logprobs = _whole(one, made)
+                done.append((name, one.search.strings.completion(tokens[:length], logprobs[:length])))
             elif output.finished:
-                done.append((name, self._completion(made)))
+                done.append((name, self._completion(one, made)))
             else:
+                self._outputs[name] = made
                 continue
-            self._stops.pop(name, None)
+            self._forget(name)
         return done
-
-    def _stopped_at(self, name: str, made: Any) -> int | None:
-        """Number of tokens of a completion that contains a stop string; None if it contains none."""
-        if (search := self._stops.get(name)) is None:
-            return None
-        return search.length(made.token_ids[:-1] if made.finish_reason == "stop" else made.token_ids)
 
     def cancel(self, names: Sequence[str]) -> None:
         """Drop unfinished completions."""
         self._engine.abort_request(list(names))
         for name in names:
-            self._stops.pop(name, None)
+            self._forget(name)
+
+    def pause(self) -> None:
+        """Take unfinished completions out of vLLM, before other weights are loaded; they keep their tokens."""
+        self._is_paused = True
+        self._engine.abort_request(list(self._open))
+        for name, made in self._outputs.items():
+            self._open[name] = self._open[name].after(*_sampled(made))
+        self._outputs.clear()
+
+    def resume(self) -> None:
+        """Continue paused completions after their tokens."""
+        self._is_paused = False
+        for name in self._open:
+            self._start(name)
+
+    def _start(self, name: str) -> None:
+        one = self._open[name]
+        self._add(name, one.context, self._parameters(one))
+
+    def _forget(self, name: str) -> None:
+        self._open.pop(name, None)
+        self._outputs.pop(name, None)
 
     def score(self, tokens: Sequence[int]) -> list[float]:
         """Log-probability of every token but the first, as computed by vLLM. Requires that there are no other requests.
@@ -333,34 +356,52 @@ class VllmEngine:
         """Call a method of vLLM's worker, or of its extension, in each computing process; returns the results."""
         return list(self._engine.collective_rpc(method, args=arguments))
 
-    def _parameters(self, seed: int, sampling: Sampling) -> Any:
+    def _parameters(self, one: OpenCompletion) -> Any:
         from vllm import SamplingParams
 
+        sampling = one.sampling
         return SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             min_p=sampling.min_p,
-            max_tokens=sampling.max_new_tokens,
-            seed=seed,
+            max_tokens=one.num_left,
+            seed=one.next_seed,
             stop_token_ids=[*self._end_ids, *sampling.end_ids],
             logprobs=0,
             detokenize=False,
         )
 
-    def _completion(self, output: Any) -> Completion:
+    def _completion(self, one: OpenCompletion, output: Any) -> Completion:
         if output.finish_reason not in ("stop", "length"):
             raise WorkerError(f"vLLM gave up a completion after {len(output.token_ids)} tokens: {output.finish_reason}")
-        tokens, logprobs = _sampled(output)
+        tokens, logprobs = _whole(one, output)
         return completion_of(self._tokenizer, tokens, output.finish_reason == "stop", logprobs)
 
 
-def _sampled(output: Any, length: int | None = None) -> tuple[list[int], list[float]]:
-    """First tokens of a completion, by default all, and their log-probabilities."""
-    tokens = list(output.token_ids)[:length]
-    logprobs = [row[token].logprob for row, token in zip(output.logprobs[:length], tokens, strict=True)]
-    require_finite(logprobs)  # vLLM samples on after NaN, which spoils the cache of other completions too
+def _stopped_at(one: OpenCompletion, output: Any) -> int | None:
+    """Number of tokens of a completion that contains a stop string; None if it contains none."""
+    tokens = output.token_ids[:-1] if output.finish_reason == "stop" else output.token_ids
+    assert one.search is not None
+    return one.search.length([*one.tokens, *tokens] if one.tokens else tokens)
+
+
+def _whole(one: OpenCompletion, output: Any) -> tuple[list[int], list[float]]:
+    """All tokens of a completion, and their log-probabilities.
+
+    Raises:
+        NonFiniteLoss: one of these is not finite: vLLM samples on after NaN, which spoils the cache of others, too.
+    """
+    tokens, logprobs = _sampled(output)
+    tokens, logprobs = [*one.tokens, *tokens], [*one.logprobs, *logprobs]
+    require_finite(logprobs)
     return tokens, logprobs
+
+
+def _sampled(output: Any) -> tuple[list[int], list[float]]:
+    """Tokens of an output of vLLM, and their log-probabilities."""
+    tokens = list(output.token_ids)
+    return tokens, [row[token].logprob for row, token in zip(output.logprobs, tokens, strict=True)]
 
 
 def _environment(settings: VllmSettings, dtype: str, on_gpu: bool) -> dict[str, str]:

@@ -64,6 +64,14 @@ class VllmSampler:
         for key in keys:
             self._engine.cancel([f"{key}.{place}" for place in self._open.cancel(key)])
 
+    def pause(self) -> None:
+        """Take unfinished completions out of vLLM; they keep their tokens."""
+        self._engine.pause()
+
+    def resume(self) -> None:
+        """Continue paused completions after their tokens."""
+        self._engine.resume()
+
 
 def _beating(tensors: Iterable[tuple[str, Tensor]], beat: Callable[[], None]) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in tensors:
