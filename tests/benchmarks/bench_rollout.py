@@ -1,7 +1,7 @@
 """Rollouts over engines in separate processes: tokens per second, prefix caching, the tail, and several turns.
 
     make bench-rollout
-    python tests/benchmarks/bench_rollout.py [--kinds transformers vllm] [--figures engines turns caching] [--repeats 5]
+    python tests/benchmarks/bench_rollout.py [--kinds transformers vllm] [--figures engines turns ahead caching] [--repeats 5]
 
 Each engine has one core to itself, as far as this program, which sends and receives, and other work on the machine
 permit. Rows that are compared are measured in turns, with other prompts in every turn, after a turn that does not
@@ -11,11 +11,14 @@ Share of the ideal: tokens/s with two engines divided by twice those with one. P
 of prompts of 512 to 1024 tokens, with vLLM. Tail: the time in which the last tenth of the prompts is answered, divided
 by that of the rollout, for prompts whose lengths have a heavy tail; longest first as in a run, and in the given order.
 Several turns: 32 rollouts of four turns with an environment whose answers take unevenly long (``uneven_tools.py``), in
-rounds and with each rollout going on by itself, over two engines.
+rounds and with each rollout going on by itself, over two engines. Steps ahead: 12 steps of 16 completions of very
+different lengths, with weights sent at each and a training time in which the trainer only waits, as one on GPUs of its
+own does; two vLLM engines.
 """
 
 import argparse
 import contextlib
+import itertools
 import os
 import random
 import statistics
@@ -36,6 +39,7 @@ from rollout_load import (
     rollout,
     rollout_of_turns,
     running_engines,
+    seconds_of_steps,
 )
 
 from rlhf_core.training.environments.pool import EnvironmentPool
@@ -48,6 +52,10 @@ TURNS_TOKENS = 260
 """Tokens of four turns and the observations between them, at most."""
 TURN_ENDS = tuple("aeiou0123")
 """Strings that end a turn; of the random model, after a dozen tokens on average."""
+STEPS, STEP_TOKENS, TRAINING_S = 12, 768, 0.2
+"""Steps ahead: number of steps, longest completion, and seconds of an update."""
+STEP_ENDS = ("e",)
+"""String that ends a completion; of the random model, after about a hundred tokens, and some after several times that."""
 Measure = Callable[[int], Round]
 """Function that makes one rollout of the turn with this number."""
 
@@ -154,6 +162,33 @@ def compare_turns(kind: str, cores: Sequence[int], repeats: int, root: Path) -> 
     )
 
 
+def compare_bounds(cores: Sequence[int], repeats: int, root: Path) -> None:
+    """Rows of steps with engines in step, one step ahead, and several."""
+    with running_engines(root, cores[:2], engine="vllm", max_new_tokens=STEP_TOKENS) as engines:
+        before = os.getloadavg()[0]
+        found: dict[int, list[float]] = {bound: [] for bound in (0, 1, 2, 4)}
+        starts = itertools.count()
+        for turn in range(repeats + 1):
+            for bound, seconds in found.items():
+                loads = [load_of([16] * 8, turn * STEPS + step, STEP_TOKENS, 2) for step in range(STEPS)]
+                loads = [replace(one, sampling=replace(one.sampling, stop=STEP_ENDS, batch_size=64)) for one in loads]
+                trainer = engines.trainer(2, next(starts), max_staleness=bound)
+                measured = seconds_of_steps(trainer, bound, loads, TRAINING_S)
+                if turn:
+                    seconds.append(measured)
+    medians = {bound: statistics.median(seconds) for bound, seconds in found.items()}
+    for bound in (1, 2, 4):
+        base = medians[min(1, bound - 1)]
+        row(
+            "vllm",
+            f"seconds of a step, rollout.max_staleness {min(1, bound - 1)} and {bound}",
+            f"{base:.2f}",
+            f"{medians[bound]:.2f}",
+            f"{base / medians[bound]:.2f} x faster",
+            before,
+        )
+
+
 def compare_caching(cores: Sequence[int], repeats: int, root: Path) -> None:
     """Row of one vLLM engine without and one with prefix caching."""
     with contextlib.ExitStack() as stack:
@@ -189,7 +224,7 @@ def row(kind: str, what: str, first: str, second: str, ratio: str, load_before: 
     print(f"| {kind} | {what} | {first} | {second} | {ratio} | {load} |", flush=True)
 
 
-FIGURES = ["engines", "turns", "caching"]
+FIGURES = ["engines", "turns", "ahead", "caching"]
 HEAD = """| engine | figure | first | second | ratio | load |
 |---|---|---|---|---|---|"""
 
@@ -213,6 +248,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 compare_engines(kind, cores, chosen.repeats, Path(folder) / kind)
             if "turns" in chosen.figures:
                 compare_turns(kind, cores, chosen.repeats, Path(folder) / f"{kind}-turns")
+        if "vllm" in chosen.kinds and "ahead" in chosen.figures:
+            compare_bounds(cores, chosen.repeats, Path(folder) / "ahead")
         if "vllm" in chosen.kinds and "caching" in chosen.figures:
             compare_caching(cores, chosen.repeats, Path(folder) / "caching")
     dist.destroy_process_group()

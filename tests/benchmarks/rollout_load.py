@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +32,7 @@ from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.environments.conversations import Conversations
 from rlhf_core.training.environments.pool import EnvironmentPool
 from rlhf_core.training.rollouts.base import Sampling
+from rlhf_core.training.rollouts.prompts import PromptList
 from rlhf_core.training.rollouts.remote import engine as remote
 from rlhf_core.training.rollouts.remote.dispatch import Dispatcher
 from rlhf_core.training.rollouts.remote.engine import RemoteEngines
@@ -137,6 +139,36 @@ def rollout_of_turns(trainer: RemoteEngines, load: Load, pool: EnvironmentPool, 
     return Round(seconds, sum(len(made.sampled_ids) for group in groups for made in group), [])
 
 
+def seconds_of_steps(trainer: RemoteEngines, bound: int, loads: Sequence[Load], training_s: float) -> float:
+    """Time of a step: weights go to the engines, its prompts are sampled, and the trainers do something else.
+
+    Args:
+        bound: ``rollout.max_staleness``.
+        loads: prompts of each step.
+        training_s: time of an update, in which this process leaves the engines alone.
+    """
+    models = [tiny_model(MODEL, seed=seed) for seed in range(2)]
+    sources = [PromptList(load.prompts, load.seeds, load.sampling) for load in loads]
+    left = deque(enumerate(sources))
+    started = time.perf_counter()
+    for step in range(len(sources)):
+        version = step + 2
+        trainer.load(models[step % 2], version, _no_beat)  # up to one step ahead, this waits for what was begun
+
+        def begin_until(last: int, version: int = version) -> None:
+            while left and left[0][0] <= last:
+                trainer.continuous.begin(left.popleft()[1], version)
+
+        begin_until(step + bound if bound > 1 else step)
+        trainer.continuous.collect(_no_beat)
+        begin_until(step + bound)
+        time.sleep(training_s)
+    seconds = time.perf_counter() - started
+    counts = trainer.take_counts()
+    assert not counts["rollout/moved_prompts"], "an engine was lost: these times would be meaningless"
+    return seconds / len(sources)
+
+
 @dataclass(frozen=True)
 class Engines:
     """Running engines, and trainers that use the first of them."""
@@ -144,10 +176,15 @@ class Engines:
     root: Path
     spec: dict[str, Any]
 
-    def trainer(self, number: int) -> RemoteEngines:
-        """A trainer for the first ``number`` engines, with version 1 in force."""
-        spec = {**self.spec, "rollout": {**self.spec["rollout"], "engines": number}}
-        context = make_context(str(self.root), spec, 0, 1)
+    def trainer(self, number: int, restart: int = 0, **settings: Any) -> RemoteEngines:
+        """A trainer for the first ``number`` engines, with version 1 in force.
+
+        Args:
+            restart: number that tells its versions from those of other trainers.
+            settings: further settings of ``[rollout]``.
+        """
+        spec = {**self.spec, "rollout": {**self.spec["rollout"], "engines": number, **settings}}
+        context = make_context(str(self.root), spec, 0, 1, restart)
         trainer = RemoteEngines(context, Ranks(0, 1, torch.device("cpu"), NullReporter(), dist.HashStore()))
         trainer.load(tiny_model(self.spec["model"]["config"]), 1, _no_beat)
         return trainer
