@@ -1,7 +1,7 @@
 """Rollouts over engines in separate processes: tokens per second, prefix caching, the tail, and several turns.
 
     make bench-rollout
-    python tests/benchmarks/bench_rollout.py [--kinds transformers vllm] [--figures engines turns ahead caching] [--repeats 5]
+    python tests/benchmarks/bench_rollout.py [--kinds transformers vllm] [--figures engines turns ahead caching]
 
 Each engine has one core to itself, as far as this program, which sends and receives, and other work on the machine
 permit. Rows that are compared are measured in turns, with other prompts in every turn, after a turn that does not
@@ -55,7 +55,7 @@ TURN_ENDS = tuple("aeiou0123")
 STEPS, STEP_TOKENS, TRAINING_S = 12, 768, 0.2
 """Steps ahead: number of steps, longest completion, and seconds of an update."""
 STEP_ENDS = ("e",)
-"""String that ends a completion; of the random model, after about a hundred tokens, and some after several times that."""
+"""String that ends a completion; of the random model, after about a hundred tokens, or several times as many."""
 Measure = Callable[[int], Round]
 """Function that makes one rollout of the turn with this number."""
 
