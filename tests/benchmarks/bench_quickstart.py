@@ -1,7 +1,7 @@
 """Does the quickstart learn, how long does it take, and does a meaningless reward fail to teach?
 
     python tests/benchmarks/bench_quickstart.py [--seeds 0 1 2]
-    python tests/benchmarks/bench_quickstart.py --modes     one seed, with every place where completions are sampled
+    python tests/benchmarks/bench_quickstart.py --modes [NAME ...]    seed 0, and places where completions are sampled
 
 Runs the whole preset through the command line, one run after the other, in a home of its own. Prints accuracy before
 and after for each seed, the gain against the target (ratio), the wall time against the limit (ratio), and the same for
@@ -24,6 +24,7 @@ TARGETS = {"greedy": 0.10, "sampled": 0.30}
 LIMIT_S = 300.0
 ENGINES = ("rollout.engines=2",)
 AHEAD = (*ENGINES, "rollout.max_staleness=1", "loops.main.algorithm.correction=token_truncate")
+STEPS_AHEAD = (*AHEAD, "rollout.max_staleness=3")
 VLLM = ("rollout.engine=vllm",)
 MODES = {
     "in the trainers": (),
@@ -32,6 +33,8 @@ MODES = {
     "engines, vLLM": ENGINES + VLLM,
     "one step ahead": AHEAD,
     "one step ahead, vLLM": AHEAD + VLLM,
+    "three steps ahead": STEPS_AHEAD,
+    "three steps ahead, vLLM": STEPS_AHEAD + VLLM,
 }
 HERE = Path(__file__).parent
 CONTROL = "shuffled reward"
@@ -88,7 +91,7 @@ def main() -> int:
     """Run all and print the table; return 1 if a seed misses a target or the control learns."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--modes", action="store_true", help="every place where completions are sampled")
+    parser.add_argument("--modes", nargs="*", choices=MODES, help="places to sample in; by default all")
     options = parser.parse_args()
     good = True
     print(
@@ -99,7 +102,8 @@ def main() -> int:
         cases: list[tuple[str, tuple[str, ...]]] = [(f"seed {seed}", (f"seed={seed}",)) for seed in options.seeds] + [
             (CONTROL, control)
         ]
-        cases = list(MODES.items()) if options.modes else cases
+        if options.modes is not None:
+            cases = [(name, MODES[name]) for name in options.modes or MODES]
         for number, (name, overrides) in enumerate(cases):
             measured, seconds = run(Path(folder) / str(number), *overrides)
             gains = {key: after - before for key, (before, after) in measured.items()}
