@@ -88,7 +88,8 @@ class SplitReport(Schema):
     bytes_per_row: int = 0
     """Main memory that a row takes in every rank, with the tokens of its prompt."""
     longest_taught: int = 0
-    """Tokens of the longest prompt with a completion to learn from, in rows that are not dropped."""
+    """Tokens of the longest prompt with a completion to learn from, in rows that are not dropped; of held-out rows, in
+    those that are evaluated."""
 
     @property
     def setting(self) -> str:

@@ -647,6 +647,28 @@ def test_stretched_positions_are_positions(scaling: dict[str, Any], positions: i
         assert found(facts, "model.length")[0].status is status
 
 
+SUPERVISED = {"num_steps": 1, "algorithm": {"name": "sft"}, "optimizer": {"learning_rate": 1e-4}}
+"""A main loop that learns from rows."""
+
+
+@pytest.mark.parametrize(("main", "blocked"), [(SUPERVISED, True), ({}, False)], ids=["learns-from-rows", "samples"])
+def test_held_out_rows_fit_the_model_if_they_are_read(main: dict[str, Any], blocked: bool) -> None:
+    facts = looked_at(loops={"main": main, "warm_start": None} if main else {})
+    held = TRAIN.model_copy(update={"split": "eval", "longest_taught": 1025})
+    assert facts.content is not None
+    facts = replace(facts, content=facts.content.model_copy(update={"splits": (TRAIN, held)}))
+    findings = [one.found for one in found(facts, "content.lengths") if one.status is CheckStatus.BLOCKED]
+    assert ["data.eval" in one and "1025 tokens" in one for one in findings] == [True] * blocked
+
+
+@pytest.mark.parametrize(("completes", "status"), [(False, CheckStatus.PASSED), (True, CheckStatus.BLOCKED)])
+def test_room_for_completions_is_needed_where_some_are_sampled(completes: bool, status: CheckStatus) -> None:
+    loops = {"main": SUPERVISED, "warm_start": None}
+    sections = {"data": {"max_prompt_tokens": 1024}, "evaluate": {"completions": completes}}
+    (finding,) = found(with_spec(loops=loops, **sections), "model.length")
+    assert finding.status is status
+
+
 def test_only_settings_of_slurm_without_effect_are_reported() -> None:
     used = {"environment": {"A": "1"}, "pass_environment": ["TOKEN"], "gpu_type": "h100"}
     assert found(with_spec(slurm=used), "resources.scheduler") == []

@@ -88,6 +88,13 @@ def test_long_rows_repeated_rows_and_unknown_characters(tmp_path: Path) -> None:
     assert "'é' came back as" in report.tokenizer.example
 
 
+def test_the_longest_held_out_row_is_one_that_is_evaluated(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "answer": "b" * n} for n in (3, 30)]
+    for num_prompts, longest in ((1, 5), (2, 32), (0, 32)):
+        spec = with_files(tmp_path, rows[:1], rows, evaluate={"num_prompts": num_prompts})
+        assert report_of(spec, tmp_path).splits[1].longest_taught == longest
+
+
 LEVELS = """
 def reward(*, completions, topic, **columns):
     return [0.0] * len(completions)

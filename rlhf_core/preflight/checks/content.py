@@ -156,8 +156,10 @@ def lengths(facts: Facts) -> Iterator[Finding]:
             yield blocked(
                 f"{report.num_empty} prompts of {source} have no token", "a token in every prompt", "remove these rows"
             )
-        teaches = any(not loop.algorithm.samples for loop in facts.spec.loops.named.values())
-        if teaches and report.split == "train" and limit is not None and report.longest_taught > limit:
+        # Held-out rows are read like the training rows if the main loop learns from rows.
+        trains = any(not loop.algorithm.samples for loop in facts.spec.loops.named.values())
+        is_read = trains if report.split == "train" else bool(facts.spec.row_evaluations)
+        if is_read and limit is not None and report.longest_taught > limit:
             yield blocked(
                 f"a row of {source} has {report.longest_taught} tokens with its answer, the model has {limit} "
                 "positions",

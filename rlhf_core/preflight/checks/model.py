@@ -109,15 +109,17 @@ def length(facts: Facts) -> Iterator[Finding]:
     if limit is None:
         return
     spec = facts.spec
-    needed, longest = spec.max_tokens, max(spec.rollout.max_new_tokens, spec.evaluate.max_new_tokens)
+    prompt, longest = spec.data.max_prompt_tokens, max(spec.rollout.max_new_tokens, spec.evaluate.max_new_tokens)
+    if not (spec.any_loop_samples or spec.completes_held_out(pairs_have_answers=facts.pairs_have_answers)):
+        yield passed("nothing is sampled: content.lengths compares the rows themselves with the model's positions")
+        return
     section = "rollout" if longest == spec.rollout.max_new_tokens else "evaluate"
     found = (
-        f"data.max_prompt_tokens {spec.data.max_prompt_tokens} + {section}.max_new_tokens {longest}"
-        f" = {needed} tokens, the model has positions for {limit}"
+        f"data.max_prompt_tokens {prompt} + {section}.max_new_tokens {longest} = {spec.max_tokens} tokens, the model "
+        f"has positions for {limit}"
     )
-    if needed > limit:
-        prompt, new = limit - longest, limit - spec.data.max_prompt_tokens
-        settings = {"data.max_prompt_tokens": prompt, f"{section}.max_new_tokens": new}
+    if spec.max_tokens > limit:
+        settings = {"data.max_prompt_tokens": limit - longest, f"{section}.max_new_tokens": limit - prompt}
         fits = next((f", for instance {name}={most}" for name, most in settings.items() if most > 0), "")
         yield blocked(
             found,

@@ -376,7 +376,10 @@ def _with_lengths(
     of_completions = completion_lengths([row for _, row in kept], tokenizer)
     completions = [(length, made) for (length, _), made in zip(kept, of_completions, strict=True)]
     longest = spec.data.max_completion_tokens or math.inf
-    taught = [length + max(made) for length, made in completions if made and max(made) <= longest]
+    used = [(length, made) for length, made in completions if max(made, default=0) <= longest]
+    if split_report.split == "eval":
+        used = used[: spec.evaluate.num_prompts or None]
+    taught = [length + max(made) for length, made in used if made]
     return split_report.model_copy(
         update={
             "encode_s": split_report.encode_s + seconds,
