@@ -86,7 +86,7 @@ def run_files(spec: RunSpec) -> int:
 
 def num_positions(config: Mapping[str, Any]) -> int | None:
     """Longest sequence that a model can read, rotary positions stretched as its config says; None if unknown."""
-    stored = config.get("max_position_embeddings")
+    stored = config.get("max_position_embeddings", config.get("n_positions"))  # the second in GPT-2 and its relatives
     if not isinstance(stored, int):
         return None
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}

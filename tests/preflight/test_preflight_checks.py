@@ -418,6 +418,7 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
      replace(with_spec(model={"path": "/m", "config": {}, "tokenizer": ""}), tokenizer_problem="it has none"),
      "model.path = /m: it has none"),
     ("model.length", BLOCKED, healthy(model_config={**MODEL, "max_position_embeddings": 100}), "max_prompt_tokens=84"),
+    ("model.length", BLOCKED, healthy(model_config={"model_type": "gpt2", "n_positions": 100}), "positions for 100"),
     ("model.length", BLOCKED, with_spec(rollout={"max_new_tokens": 5000}),
      "lower one of the two, for instance rollout.max_new_tokens="),
     ("model.length", BLOCKED, with_spec(rollout={"max_new_tokens": 5000}, data={"max_prompt_tokens": 5000}),
