@@ -50,6 +50,7 @@ CONTENT_CHECKS = (
     "content.chat_template",
     "content.conversations",
     "content.lengths",
+    "content.labels",
     "content.rewards",
     "content.pipeline",
 )

@@ -90,6 +90,8 @@ class SplitReport(Schema):
     longest_taught: int = 0
     """Tokens of the longest prompt with a completion to learn from, in rows that are not dropped; of held-out rows, in
     those that are evaluated."""
+    labels: tuple[bool, ...] = ()
+    """Labels that occur in the same rows; empty if rows have none, or if not all of these rows were read."""
 
     @property
     def setting(self) -> str:

@@ -381,6 +381,7 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
      looked_at({"num_overlong": 1, "longest_prompt": 900}, data={"overlong_prompts": "error"}), "1 of 100"),
     ("content.lengths", BLOCKED, looked_at({"num_empty": 2}), "2 prompts"),
     ("content.lengths", BLOCKED, looked_at({"longest_taught": 1025}), "1025 tokens"),
+    ("content.labels", WARNING, looked_at({"labels": (True,)}), "found only desirable"),
     ("content.conversations", BLOCKED, looked_at(UNRENDERED), "malformed_rows="),
     ("content.conversations", WARNING, looked_at(UNRENDERED, data={"malformed_rows": "drop"}),
      "line 7: roles must alternate"),
@@ -660,6 +661,24 @@ def test_held_out_rows_fit_the_model_if_they_are_read(main: dict[str, Any], bloc
     facts = replace(facts, content=facts.content.model_copy(update={"splits": (TRAIN, held)}))
     findings = [one.found for one in found(facts, "content.lengths") if one.status is CheckStatus.BLOCKED]
     assert ["data.eval" in one and "1025 tokens" in one for one in findings] == [True] * blocked
+
+
+@pytest.mark.parametrize(
+    ("labels", "statuses"),
+    [
+        ((False,), [CheckStatus.PASSED, CheckStatus.BLOCKED]),
+        ((False, True), [CheckStatus.PASSED, CheckStatus.PASSED]),
+        ((), [CheckStatus.PASSED]),
+    ],
+)
+def test_held_out_rows_of_one_label_are_found(labels: tuple[bool, ...], statuses: list[CheckStatus]) -> None:
+    main = {**SUPERVISED, "algorithm": {"name": "kto"}}
+    facts = looked_at(loops={"main": main, "warm_start": None})
+    assert facts.content is not None
+    train, held = (TRAIN.model_copy(update={"labels": (False, True)}), TRAIN.model_copy(update={"labels": labels}))
+    splits = (train, held.model_copy(update={"split": "eval"}))
+    facts = replace(facts, content=facts.content.model_copy(update={"splits": splits}))
+    assert [one.status for one in found(facts, "content.labels")] == statuses
 
 
 @pytest.mark.parametrize(("completes", "status"), [(False, CheckStatus.PASSED), (True, CheckStatus.BLOCKED)])

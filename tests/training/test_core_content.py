@@ -88,6 +88,18 @@ def test_long_rows_repeated_rows_and_unknown_characters(tmp_path: Path) -> None:
     assert "'é' came back as" in report.tokenizer.example
 
 
+def test_labels_are_those_of_the_rows_that_are_used(tmp_path: Path) -> None:
+    rows = [{"prompt": "a" * (1 + 19 * (not label)), "completion": "b", "label": label} for label in (True, False)]
+    main = {"num_steps": 1, "algorithm": {"name": "kto"}, "optimizer": {"learning_rate": 1e-4}}
+    for most, num_prompts, expected in ((30, 2, (False, True)), (30, 1, (True,)), (10, 2, (True,))):
+        data = {"answer_column": "completion", "completion_template": "{completion}", "max_prompt_tokens": most}
+        sections = {"data": data, "loops": {"main": main}, "sft": {}, "train": {}}
+        spec = with_files(tmp_path, rows, rows, **sections, evaluate={"num_prompts": num_prompts})
+        train, held = report_of(spec, tmp_path).splits
+        assert (train.problem, held.labels) == ("", expected)
+        assert train.labels == ((False, True) if most > 20 else (True,))
+
+
 def test_the_longest_held_out_row_is_one_that_is_evaluated(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "answer": "b" * n} for n in (3, 30)]
     for num_prompts, longest in ((1, 5), (2, 32), (0, 32)):

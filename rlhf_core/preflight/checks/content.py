@@ -168,6 +168,29 @@ def lengths(facts: Facts) -> Iterator[Finding]:
             )
 
 
+@check("content.labels", trainer="native")
+def labels(facts: Facts) -> Iterator[Finding]:
+    """With completions of one label only, there is nothing to rank, and training pulls all of them the same way."""
+    splits = facts.content.splits if facts.content else ()
+    for split in ("train", "eval"):
+        reports = [one for one in splits if one.split == split]
+        if not reports or not all(one.labels for one in reports):
+            continue
+        label, *other = {label for one in reports for label in one.labels}
+        rows = f"data.label_column = {facts.spec.data.label_column} of data.{split}"
+        only = f"{rows}: found only {'desirable' if label else 'undesirable'} completions"
+        if other:
+            yield passed(f"{rows}: desirable and undesirable completions")
+        elif split == "train":
+            yield warning(only, "desirable and undesirable completions", "add rows of the other label")
+        elif facts.spec.ranks_held_out:
+            yield blocked(
+                f"{only} in the rows that are evaluated",
+                "desirable and undesirable completions, whose ranking is measured",
+                "mix the rows of the file, or raise evaluate.num_prompts",
+            )
+
+
 @check("content.rewards", trainer="native")
 def rewards(facts: Facts) -> Iterator[Finding]:
     """A reward function that fails, hangs, or gives every answer the same reward wastes every step."""

@@ -12,6 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -374,22 +375,26 @@ def _with_lengths(
     limit = spec.data.max_prompt_tokens
     kept = [(length, row) for length, row in zip(prompts, rows, strict=True) if length <= limit]
     of_completions = completion_lengths([row for _, row in kept], tokenizer)
-    completions = [(length, made) for (length, _), made in zip(kept, of_completions, strict=True)]
     longest = spec.data.max_completion_tokens or math.inf
-    used = [(length, made) for length, made in completions if max(made, default=0) <= longest]
-    if split_report.split == "eval":
-        used = used[: spec.evaluate.num_prompts or None]
-    taught = [length + max(made) for length, made in used if made]
+    fits = [max(made, default=0) <= longest for made in of_completions]
+    used = list(compress(zip(kept, of_completions, strict=True), fits))
+    are_all = split_report.is_whole
+    if split_report.split == "eval" and spec.evaluate.num_prompts:
+        are_all |= len(used) >= spec.evaluate.num_prompts
+        used = used[: spec.evaluate.num_prompts]
+    taught = [length + max(made) for (length, _), made in used if made]
+    labels = {row.desirable for (_, row), _ in used} if are_all and "label" in spec.data_kinds else ()
     return split_report.model_copy(
         update={
             "encode_s": split_report.encode_s + seconds,
             "num_overlong": len(rows) - len(kept),
-            "num_long_completions": sum(max(made, default=0) > longest for _, made in completions),
-            "longest_completion": max((max(made) for _, made in completions if made), default=0),
+            "num_long_completions": fits.count(False),
+            "longest_completion": max((max(made) for made in of_completions if made), default=0),
             "bytes_per_row": main_memory([rows, tokens]) // len(rows),
             "num_empty": prompts.count(0),
             "longest_prompt": max(prompts),
             "longest_taught": max(taught, default=0),
+            "labels": tuple(sorted(labels)),
         }
     )
 
