@@ -133,6 +133,18 @@ def test_answers_are_asked_for_only_where_evaluations_use_them() -> None:
     assert without_answers(evaluate={"completions": False}).evaluations == ()
 
 
+@pytest.mark.parametrize("teaches", [False, True])
+def test_an_answer_that_is_an_object_is_only_for_reward_functions(tmp_path: Path, teaches: bool) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "1+1?", "answer": {"tests": [2]}}\n')
+    spec = without_answers(data={"train": str(path)}, **({"sft": {"num_steps": 2}} if teaches else {}))
+    if not teaches:
+        assert load_data(spec, "train")[0][0].answer == "{'tests': [2]}"
+        return
+    with pytest.raises(BadData, match='column "answer" has an object, expected text'):
+        load_data(spec, "train")
+
+
 def test_equal_prompts_have_different_identities(load: Callable[..., Any]) -> None:
     rows, _ = load(GOOD + '{"question": "2+2?", "answer": "4"}\n' + GOOD)
     uids = [row.uid for row in rows]
@@ -166,6 +178,7 @@ BAD_LINES = {
     '{"question": "1+1?", "answer": NaN}': 'column "answer" is NaN',
     '{"question": NaN, "answer": "2"}': 'column "prompt" is NaN',
     '{"question": "", "answer": "2"}': "the prompt is empty",
+    '{"question": {"role": "user", "content": "1+1?"}, "answer": "2"}': 'column "prompt" has an object, expected text',
     r'{"question": "\ud800", "answer": "2"}': "a text holds half of a surrogate pair",
     "[" * 100_000: "JSON is nested too deeply",
     b'{"question": "\xff", "answer": "2"}': "not UTF-8 at byte 15 of the line",

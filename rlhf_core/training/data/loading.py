@@ -77,8 +77,8 @@ def load_data(
     """Read a split and fill its templates. The same on every rank: order and identities depend on the data alone.
 
     In templates, ``{prompt}``, ``{answer}``, ``{chosen}`` and ``{rejected}`` are the columns named by
-    ``data.prompt_column`` and so on; other names are columns of those names. Values other than strings are converted
-    with ``str``; a prompt that is a list of messages makes the row a conversation (``chat.py``).
+    ``data.prompt_column`` and so on; other names are columns of those names. Other values than strings are converted
+    with ``str``, except objects; a prompt that is a list of messages makes the row a conversation (``chat.py``).
 
     Args:
         limit: read no more rows of a source than this; None for all.

@@ -268,6 +268,12 @@ class RowReader:
                     f'no column "{field}" for a template of [{self._table}]; it has: {", ".join(columns)}'
                 )
             _require_value(field, fields[field])
+            # An answer that only reward functions read may be anything.
+            if isinstance(fields[field], dict) and (name != "target" or self._teaches_answers):
+                raise MalformedRow(
+                    f'column "{field}" has an object, expected text: the form in which Python prints it would be '
+                    "trained on; a single message needs a list around it"
+                )
         return self._templates[name].format_map({field: str(fields[field]) for field in used})
 
     def _label(self, columns: Mapping[str, JsonValue]) -> bool:
