@@ -555,6 +555,8 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("memory.peer_copy", WARNING,
      with_spec(checkpoint={"memory": "peer"}, resources={"memory_gb": 0.5, "num_nodes": 2}), "no copy on another node"),
     ("resources.cores", WARNING, with_spec(resources={"cpus_per_rank": 5}), "10 cores per node, 8 available"),
+    ("resources.cores", WARNING, with_spec(resources={"cpus_per_rank": 5}), "_per_node or resources.cpus_per_rank"),
+    ("resources.cores", WARNING, with_engines(7), "lower resources.ranks_per_node or rollout.engines"),
     ("resources.cores", WARNING, among_larger_nodes(cpus_per_rank=5), "10 cores per node, 8 available"),
     ("resources.memory", BLOCKED, with_spec(resources={"memory_gb": 64}), "resources.memory_gb=32"),
     ("resources.time_limit", WARNING, with_spec(resources={"time_limit_s": 60}), "at least 300 s"),

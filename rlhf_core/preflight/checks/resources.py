@@ -275,9 +275,13 @@ def cores(facts: Facts) -> Iterator[Finding]:
         f"{available} available"
     )
     if requested > available:
-        yield warning(
-            found, f"at most {available} cores per node", "lower resources.ranks_per_node or resources.cpus_per_rank"
-        )
+        can_be_lowered = {
+            "resources.ranks_per_node": resources.ranks_per_node > 1,
+            "resources.cpus_per_rank": resources.cpus_per_rank > 1,
+            "rollout.engines": of_engines > 0,
+        }
+        settings = " or ".join(setting for setting, can_be in can_be_lowered.items() if can_be)
+        yield warning(found, f"at most {available} cores per node", f"lower {settings}")
         return
     processes, gpus = facts.spec.processes_per_node, resources.gpus_per_node
     enough = min(CORES_PER_GPU * gpus, available // processes * processes)
