@@ -76,6 +76,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "split, steps ahead": {**ahead(max_staleness=3), "trainer": {**ahead()["trainer"], "zero_stage": 3}},
     "still": ahead(learning_rate=1e-30),
     "still, in step": ahead(learning_rate=1e-30, max_staleness=0),
+    "still, steps ahead": ahead(learning_rate=1e-30, max_staleness=2),
 }
 
 
@@ -167,7 +168,7 @@ def test_every_run_ends(results: list[dict[str, str]]) -> None:
         assert result == expected, name
 
 
-FIRST_STARTS = ("ahead, killed 13", "dynamic, killed 15", "turns, killed 17", "steps ahead, killed 19")
+FIRST_STARTS = ("ahead, killed 14", "dynamic, killed 16", "turns, killed 18", "steps ahead, killed 20")
 
 
 @pytest.mark.parametrize("name", ["ahead", "dynamic", "split", "turns", "evaluated"])
@@ -217,7 +218,7 @@ def test_what_the_policy_has_changed_since_is_weighed(results: list[dict[str, st
 def test_with_weights_that_stand_still_it_is_the_same(results: list[dict[str, str]], folder: Path) -> None:
     """The same prompts, seeds and completions as in step; with the control, weights that move."""
     digests = {name: [metrics(folder, name)[step]["rollout/completion_digest"] for step in STEPS] for name in RUNS}
-    assert digests["still"] == digests["still, in step"]
+    assert digests["still"] == digests["still, in step"] == digests["still, steps ahead"]
     assert digests["ahead"][0] == digests["in step"][0]
     assert digests["ahead"][1:] != digests["in step"][1:]
 

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import gc
 import importlib
+import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -123,6 +124,19 @@ def test_every_version_is_taken_over_whole(engine: VllmEngine) -> None:
     assert engine.load(models[0], 3, no_beat) is None, "it is in force"
     assert TransformersEngine(char_tokenizer()).load(models[0], 3, no_beat) is None, "it samples with the model itself"
     assert torch._dynamo.utils.counters["frames"] == {}, "nothing was compiled"
+
+
+def test_a_version_comes_without_a_warning_of_vllm(engine: VllmEngine) -> None:
+    """It would be in the log at every step. Control: another warning."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    records: list[logging.LogRecord] = []
+    handler = mock.Mock(level=logging.WARNING, handle=records.append)
+    with mock.patch.object(logging.getLogger(layerwise.__name__), "handlers", [handler]):
+        engine.load(model_of(), 30, no_beat)
+        assert not records
+        layerwise.logger.warning("another one")
+    assert len(records) == 1
 
 
 def test_a_head_of_its_own_is_taken_over(tmp_path: Path) -> None:

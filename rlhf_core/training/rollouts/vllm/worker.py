@@ -9,6 +9,7 @@ over a network.
 
 import contextlib
 import itertools
+import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,13 @@ from rlhf_core.training.rollouts.vllm.gpt_oss import through_weight_loaders
 
 if PREFIX_VARIABLE in os.environ:  # vLLM's workers load this module before they make any shared memory
     name_shared_memory(os.environ[PREFIX_VARIABLE])
+
+
+# At every version, vLLM warns of layers that a checkpoint has nothing for: tied heads, tables of rotary embeddings.
+# Weights that are really missing are found by the outputs, which are compared with the trainer's.
+logging.getLogger(finalize_layerwise_reload.__module__).addFilter(
+    lambda record: "Failed to load" not in str(record.msg)
+)
 
 
 @dataclass
