@@ -42,13 +42,16 @@ class Cluster:
     gpus_per_node: int
     """0 on CPU, where any number of processes fits."""
     rows: frozenset[int] = frozenset()
-    """Rows of a step of each loop, which are distributed evenly among the trainers."""
+    """Rows of a step of each loop, which are distributed evenly among the trainers; times the trainers that share each,
+    if they are not sampled from."""
     prompts: frozenset[int] = frozenset()
     """Prompts of a step of each loop that samples, which are dealt to the engines."""
     num_heads: int | None = None
     """Attention heads of the model; None if unknown."""
     num_kv_heads: int | None = None
     """Key-value heads; None if unknown."""
+    ranks_per_row: int = 1
+    """Trainers that share each sequence (``trainer.sequence_parallel``)."""
 
     @property
     def num_gpus(self) -> int:
@@ -84,7 +87,7 @@ def layouts(cluster: Cluster, most: int = 0) -> Iterator[Layout]:
     for alone in range(cluster.num_nodes):
         training = cluster.num_nodes - alone
         for trainers in range(training, (training * gpus or room) + 1, training):
-            if any(rows % trainers for rows in cluster.rows):
+            if trainers % cluster.ranks_per_row or any(rows % trainers for rows in cluster.rows):
                 continue
             left = alone * gpus or room - trainers
             found = [] if alone else [Layout(trainers)]

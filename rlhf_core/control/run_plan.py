@@ -139,7 +139,8 @@ def cluster_of(spec: RunSpec, config: Mapping[str, Any]) -> Cluster:
     return Cluster(
         spec.resources.num_nodes,
         spec.resources.gpus_per_node,
-        rows=frozenset(one.rows_per_step for one in algorithms),
+        rows=frozenset(one.rows_per_step * (1 if one.samples else spec.ranks_per_row) for one in algorithms),
+        ranks_per_row=spec.ranks_per_row,
         prompts=frozenset(one.rows_per_step for one in algorithms if one.samples),
         num_heads=heads,
         num_kv_heads=kv_heads or heads,

@@ -8,7 +8,7 @@ from rlhf_core.schemas.run import RunSpec
 
 _SHAPING = {
     *("kind", "micro_batch_size", "micro_batch_tokens", "gradient_checkpointing", "deterministic", "zero_stage"),
-    *("offload", "framework", "argv"),
+    *("offload", "sequence_parallel", "framework", "argv"),
 }
 """Settings of trainers that determine the parts of a step."""
 

@@ -3,15 +3,17 @@
 A forward pass takes 2 floating-point operations per token and weight that the token passes through, and attention to a
 sequence of ``n`` tokens ``2 n`` per layer and width of its queries; a backward pass takes twice as many (Kaplan et al.
 2020, arXiv 2001.08361, sec. 2.1). An adapter does not need half of those per weight, which are for weight gradients;
-recomputed activations add a forward pass. A sampled token reads all weights and the cache of its batch, or waits for
-the kernel launches of each layer. Every sequence is assumed to be as long as the config allows, so a real step is
-usually shorter. The rates are not our measurements: they are the figures of the vendors, scaled by assumed shares.
+recomputed activations add a forward pass. Ranks that share sequences exchange queries, keys, values and outputs in
+every layer of a pass (Jacobs et al. 2023, arXiv 2309.14509, sec. 3.2). A sampled token reads all weights and the cache
+of its batch, or waits for the kernel launches of each layer. Every sequence is assumed to be as long as the config
+allows, so a real step is usually shorter. The rates are not our measurements: they are the figures of the vendors,
+scaled by assumed shares.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlhf_core.preflight.memory.formulas import cache_bytes, weight_bytes
+from rlhf_core.preflight.memory.formulas import BYTES, cache_bytes, weight_bytes
 from rlhf_core.preflight.memory.gpus import known_type
 from rlhf_core.preflight.memory.roles import longest_sequence, micro_batch_tokens
 from rlhf_core.preflight.memory.shapes import Shape, part_of, trained_shape
@@ -87,7 +89,8 @@ def step_time(spec: RunSpec, shape: Shape, kind: str) -> StepTime | None:
     tokens = algorithm.sequences_per_step / spec.num_ranks * longest_sequence(spec)
     parts = {
         "training": _training_operations(spec, shape, algorithm) * tokens / _matmul_rate(spec, rates),
-        "communication": _communicated_bytes(spec, shape, tokens) / _link(spec.num_trainer_nodes),
+        "communication": _communicated_bytes(spec, shape, tokens) / _link(spec.num_trainer_nodes)
+        + _exchanged_bytes(spec, shape, algorithm, tokens) / _link_of_replica(spec),
     }
     if algorithm.samples:
         sampled = algorithm.sequences_per_step / (spec.rollout.engines or spec.num_ranks)
@@ -129,7 +132,7 @@ def _communicated_bytes(spec: RunSpec, shape: Shape, tokens: float) -> float:
     """Bytes that a rank sends and receives in one step."""
     if spec.num_ranks == 1:
         return 0.0
-    passes = max(1.0, tokens / micro_batch_tokens(spec))
+    passes = max(1.0, tokens * spec.ranks_per_row / micro_batch_tokens(spec))
     whole = weight_bytes(shape, spec.model.dtype)
     trained = shape.parameters if spec.model.lora is None else 0
     stage = spec.native_trainer.zero_stage
@@ -137,6 +140,25 @@ def _communicated_bytes(spec: RunSpec, shape: Shape, tokens: float) -> float:
     # ZeRO 3 gathers weights for both directions of every pass, and once more to sample.
     weights = whole * (2 * passes + 1) if stage == 3 else (whole if trained else 0)
     return gradients + weights
+
+
+def _exchanged_bytes(spec: RunSpec, shape: Shape, algorithm: AlgorithmSpec, tokens: float) -> float:
+    """Bytes that a rank sends to the ranks that share its sequences, in one step.
+
+    Args:
+        tokens: tokens of one rank.
+    """
+    size = spec.ranks_per_row
+    elements = 2 * shape.query + 2 * shape.keys  # keys and values of few heads are sent several times
+    num_passes, _ = algorithm.passes
+    directions = (2 + spec.native_trainer.gradient_checkpointing) * num_passes * (2 if algorithm.critic else 1)
+    directions += algorithm.reference
+    return tokens * shape.layers * elements * BYTES[spec.model.dtype] * directions * (size - 1) / size
+
+
+def _link_of_replica(spec: RunSpec) -> float:
+    """Rate between the consecutive ranks of one replica."""
+    return _link(1 if spec.resources.ranks_per_node % spec.ranks_per_row == 0 else spec.num_trainer_nodes)
 
 
 def _link(num_nodes: int) -> float:

@@ -1,5 +1,6 @@
 """Trials that precede a run: the same run on fewer nodes, then on all of them, with a few steps each."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -102,6 +103,7 @@ def trial_spec(spec: RunSpec, rung: Rung) -> RunSpec:
             **{f"loops.{name}.num_steps": number for name, number in of_loops.items()},
             **_shorter_warmups(spec, of_loops),
             "rollout.sync.senders": min(spec.rollout.sync.senders, num_ranks),
+            "trainer.sequence_parallel": math.gcd(spec.ranks_per_row, num_ranks),
             # Intermediate evaluations may fail too, so one is made.
             "evaluate.every_num_steps": min(evaluate.every_num_steps, of_loops["main"]),
             "checkpoint.every_num_steps": sum(of_loops.values()),

@@ -220,6 +220,17 @@ class RunSpec(Schema):
         return self.num_trainer_nodes * self.resources.ranks_per_node
 
     @property
+    def ranks_per_row(self) -> int:
+        """Number of trainer ranks that share the tokens of a sequence (``trainer.sequence_parallel``); 1 for an
+        external trainer, whose arguments say how it divides sequences."""
+        return self.trainer.sequence_parallel if isinstance(self.trainer, NativeTrainer) else 1
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of parts into which the sequences of a step are dealt for forward and backward passes."""
+        return max(1, self.num_ranks // self.ranks_per_row)
+
+    @property
     def max_tokens(self) -> int:
         """Maximum number of tokens of a prompt with its completion, in training or in an evaluation."""
         return max(self.max_trained_tokens, self.max_evaluated_tokens)
@@ -243,13 +254,19 @@ class RunSpec(Schema):
         most, least = self.resources.num_nodes, self.resources.min_nodes
         if not least or isinstance(self.trainer, CommandTrainer):
             return (most,)
-        rows = [loop.algorithm.rows_per_step for loop in self.loops.named.values()]
         beside, per_node = self.rollout.nodes, self.resources.ranks_per_node
         fewer = range(most - 1, max(least, beside + 1) - 1, -1)
-        divides = (n for n in fewer if not any(count % ((n - beside) * per_node) for count in rows))
+        divides = (n for n in fewer if self._divides_over((n - beside) * per_node))
         gpus = self.resources.gpus_per_node
         spread = (n for n in divides if self.rollout.layout(n) is not None)
         return (most, *(n for n in spread if not gpus or self.processes_on_each_of(n) <= gpus))
+
+    def _divides_over(self, num_ranks: int) -> bool:
+        """True if as many ranks get equal parts of the rows of every loop."""
+        algorithms = [loop.algorithm for loop in self.loops.named.values()]
+        return num_ranks % self.ranks_per_row == 0 and not any(
+            one.rows_per_step % (num_ranks if one.samples else num_ranks // self.ranks_per_row) for one in algorithms
+        )
 
     @property
     def processes_per_node(self) -> int:

@@ -15,6 +15,9 @@ LIVE_ELEMENTS = 500_000_000
 """Approximate number of whole weights that a rank holds in a forward or backward pass with ZeRO 3: 1 GB in bfloat16."""
 LOGIT_CHUNK_ELEMENTS = 1 << 26
 """Number of logits that exist at once in training: 256 MiB in float32, 441 tokens of a vocabulary of 152 thousand."""
+MOVING_ROPES = frozenset({"dynamic", "longrope"})
+"""Types of rotary embeddings whose frequencies follow from the longest sequence of a pass: ranks that share one would
+have different ones."""
 CDF_CHUNK_ELEMENTS = 1 << 25
 """Number of probabilities summed at once in float64 when tokens are sampled: 256 MiB."""
 
@@ -31,11 +34,15 @@ class NativeTrainer(Schema):
     offload: Literal["none", "optimizer", "parameters"] = "none"
     """Parts in main memory instead of GPU memory: nothing, the optimizer state and its update (`optimizer`), or also
     the split weights (`parameters`, with `zero_stage = 3`). A step takes longer; without GPUs, there is no benefit."""
+    sequence_parallel: Positive = 1
+    """Number of ranks that share each forward and backward pass, each with a part of the tokens of every sequence, if a
+    long one does not fit on one GPU (Ulysses). Its activations shrink as much; the result is the same. It divides the
+    number of ranks and of attention heads, and should not exceed `resources.ranks_per_node`; 1 for none."""
     micro_batch_size: Positive = 8
-    """Sequences per forward and backward pass on one rank, two of them for a pair of completions; gradients are
-    accumulated up to the whole batch."""
+    """Sequences per forward and backward pass of one rank, or of all ranks that share it (`sequence_parallel`), two of
+    them for a pair of completions; gradients are accumulated up to the whole batch."""
     micro_batch_tokens: NonNegative = 0
-    """Maximum tokens per forward and backward pass on one rank, including padding if the model needs it: with varying
+    """Maximum tokens per forward and backward pass, likewise, including padding if the model needs it: with varying
     lengths, many short or few long sequences then share a pass (set `micro_batch_size` high); 0 for no limit."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more compute."""

@@ -9,7 +9,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from rlhf_core.errors import RlhfError, WorkerError
+from rlhf_core.errors import BadConfig, RlhfError, WorkerError
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.supervision import SuperviseSpec
 from rlhf_core.schemas.trainers import NativeTrainer
@@ -34,8 +34,53 @@ _POLL_S = 0.02
 
 
 @dataclass(frozen=True)
+class SequenceGroup:
+    """The consecutive ranks that share each row, a part of its tokens each. All of them must make the same calls.
+
+    The collectives are those of a forward or backward pass, so they are not counted as :meth:`Ranks.collective` does:
+    a rank would wait for its GPU in every layer.
+    """
+
+    rank: int
+    """Index of this rank in the group."""
+    size: int
+    process_group: Any
+
+    def swap(self, parts: torch.Tensor) -> torch.Tensor:
+        """Send the ``i``-th of ``[size, ...]`` parts to rank ``i``; returns the parts received, in rank order.
+
+        Applied twice, it returns the original parts, so it is also its own derivative.
+        """
+        parts = parts.contiguous()
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=self.process_group)
+        return received
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum of the values of the ranks, as a new tensor."""
+        values = values.clone()
+        dist.all_reduce(values, group=self.process_group)
+        return values
+
+    def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """``[n]`` values of every rank, in rank order; ``n`` may differ from rank to rank."""
+        own = torch.tensor([len(values)], device=values.device)
+        sizes = [torch.zeros_like(own) for _ in range(self.size)]
+        dist.all_gather(sizes, own, group=self.process_group)
+        lengths = [int(size) for size in sizes]
+        filled = torch.nn.functional.pad(values, (0, max(lengths) - len(values)))
+        parts = [torch.empty_like(filled) for _ in lengths]
+        dist.all_gather(parts, filled, group=self.process_group)
+        return [part[:length] for part, length in zip(parts, lengths, strict=True)]
+
+
+@dataclass(frozen=True)
 class Ranks:
-    """This rank and its peers. All ranks must call the same methods in the same order."""
+    """This rank and its peers. All ranks must call the same methods in the same order.
+
+    Ranks that share rows (:attr:`sequence`) form a *replica* of the model, as in data parallelism: they process the
+    same rows and compute the same figures, of which those of the first rank of each replica count.
+    """
 
     rank: int
     num_ranks: int
@@ -43,11 +88,49 @@ class Ranks:
     reporter: Reporter
     store: Store
     """Key-value store of the job, for reaching peers without a collective."""
+    sequence: SequenceGroup | None = None
+    """The ranks that share each row with this one; None if every rank has its own rows."""
 
     @property
     def is_first(self) -> bool:
         """True for rank 0, the only one that writes shared files."""
         return self.rank == 0
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of parts into which the rows of a forward or backward pass are dealt."""
+        return self.num_ranks // self._ranks_per_replica
+
+    @property
+    def replica(self) -> int:
+        """Index of this rank's part."""
+        return self.rank // self._ranks_per_replica
+
+    @property
+    def is_first_of_replica(self) -> bool:
+        """True for the rank whose figures count for its replica."""
+        return self.rank % self._ranks_per_replica == 0
+
+    @property
+    def _ranks_per_replica(self) -> int:
+        return self.sequence.size if self.sequence is not None else 1
+
+    def sharing_rows(self, sequence_parallel: int) -> "Ranks":
+        """The same ranks, of which ``sequence_parallel`` consecutive ones share each row. Collective.
+
+        Raises:
+            BadConfig: their number is not a multiple of it.
+        """
+        if self.num_ranks % sequence_parallel:
+            raise BadConfig(
+                f"found trainer.sequence_parallel = {sequence_parallel} with {self.num_ranks} ranks; expected a "
+                "divisor of the number of ranks"
+            )
+        if sequence_parallel == 1:
+            return replace(self, sequence=None)
+        with self.collective():
+            own, _ = dist.new_subgroups(sequence_parallel)
+        return replace(self, sequence=SequenceGroup(self.rank % sequence_parallel, sequence_parallel, own))
 
     @contextlib.contextmanager
     def collective(self) -> Iterator[None]:
@@ -147,10 +230,21 @@ class Ranks:
         value: Item = outcome["value"]
         return value
 
+    def sum_over_replicas(self, values: Sequence[float]) -> list[float]:
+        """:meth:`sum` of figures that the ranks of a replica have in common: each replica counts once."""
+        return self.sum([value if self.is_first_of_replica else 0.0 for value in values])
+
+    def numbers_of_replicas(self, values: Sequence[float]) -> list[list[float]]:
+        """:meth:`gather_numbers` of figures that the ranks of a replica have in common: one list per replica."""
+        return self.gather_numbers(values)[:: self._ranks_per_replica]
+
     def deal(self, items: Sequence[Item]) -> Sequence[Item]:
         """Return this rank's contiguous part of a global batch; the parts in rank order make up the batch."""
-        count = len(items)
-        return items[count * self.rank // self.num_ranks : count * (self.rank + 1) // self.num_ranks]
+        return _part(items, self.rank, self.num_ranks)
+
+    def deal_to_replicas(self, items: Sequence[Item]) -> Sequence[Item]:
+        """:meth:`deal` for forward and backward passes: the ranks of a replica get the same part."""
+        return _part(items, self.replica, self.num_replicas)
 
     def exchange(self, topic: str, content: dict[str, Any], wait_s: float) -> dict[int, dict[str, Any]]:
         """Exchange small values without a collective; works even when the ranks' collectives no longer match.
@@ -252,6 +346,11 @@ def make_deterministic(device: torch.device, *, on_gpus: bool) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs time, changes nothing
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.benchmark = False
+
+
+def _part(items: Sequence[Item], index: int, num_parts: int) -> Sequence[Item]:
+    count = len(items)
+    return items[count * index // num_parts : count * (index + 1) // num_parts]
 
 
 def _checked_length(rank: int, length: int) -> int:

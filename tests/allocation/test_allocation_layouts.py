@@ -23,6 +23,7 @@ def test_a_layout_that_divides_is_listed_and_has_none_in_its_place(layout: Layou
         pytest.param(Layout(7), NODE, id="64 rows for 7 trainers"),
         pytest.param(Layout(14, 3), TWO, id="3 engines on 2 nodes"),
         pytest.param(Layout(7), TWO, id="7 trainers on 2 nodes"),
+        pytest.param(Layout(2), Cluster(1, 8, ROWS, ranks_per_row=4), id="4 trainers share a sequence"),
         pytest.param(Layout(2, 1, 3), NODE, id="28 attention heads over 3 GPUs"),
         pytest.param(Layout(2, 1, 8), NODE, id="28 attention heads over 8 GPUs"),
         pytest.param(Layout(8, 8), NODE, id="16 processes on 8 GPUs"),

@@ -179,6 +179,17 @@ def test_fewer_nodes_are_taken_only_where_the_engines_still_spread_evenly() -> N
     assert make_spec(**sections).possible_nodes == (4, 3, 2, 1)
 
 
+def test_fewer_nodes_are_taken_only_where_as_many_ranks_share_sequences() -> None:
+    """Rows that are not sampled are those of two ranks. Control: ranks with rows of their own."""
+    sections: dict[str, Any] = {
+        "resources": {"num_nodes": 4, "min_nodes": 1, "ranks_per_node": 1},
+        "grpo": {"prompts_per_step": 12},
+        "sft": {"batch_size": 6},
+    }
+    assert make_spec(**sections, trainer={"sequence_parallel": 2}).possible_nodes == (4, 2)
+    assert make_spec(**sections).possible_nodes == (4, 3, 2, 1)
+
+
 @pytest.mark.parametrize(("gpus", "possible"), [(8, (4,)), (12, (4, 2)), (0, (4, 2))])
 def test_fewer_nodes_are_taken_only_where_the_engines_have_gpus(gpus: int, possible: tuple[int, ...]) -> None:
     resources = {"num_nodes": 4, "min_nodes": 2, "ranks_per_node": 4, "gpus_per_node": gpus}

@@ -100,6 +100,13 @@ def with_model_config(**changes: Any) -> Facts:
     return replace(with_spec(model={"config": config}), model_types=types)
 
 
+def sharing(size: int, ranks_per_node: int = 2, **changes: Any) -> Facts:
+    """Healthy facts of a run whose ranks, two in all, share sequences, with other arguments of the model."""
+    resources = {"num_nodes": 2 // ranks_per_node, "ranks_per_node": ranks_per_node}
+    facts = with_spec(trainer={"sequence_parallel": size}, resources=resources)
+    return replace(facts, model_config={**MODEL, **changes})
+
+
 def with_lora(**settings: Any) -> Facts:
     """Healthy facts of a run that trains an adapter."""
     return with_spec(model={"lora": settings})
@@ -335,6 +342,13 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("algorithm.overlong_buffer", BLOCKED, with_algorithm(name="dapo", overlong_buffer=9999), "shorter than"),
     ("algorithm.critic_warmup", BLOCKED, with_algorithm(name="ppo", critic_warmup_steps=9999), "at most"),
     ("batch.micro_batch", WARNING, with_spec(train={"micro_batch_size": 4096}), "micro_batch_size=32"),
+    ("batch.sequence_parallel", BLOCKED, sharing(3), "with 2 ranks a divisor of the number of ranks set tr"),
+    ("batch.sequence_parallel", BLOCKED, sharing(2, num_attention_heads=3), "trainer.sequence_parallel to 1"),
+    ("batch.sequence_parallel", BLOCKED, sharing(2, sliding_window=64), "a model with a sliding window"),
+    ("batch.sequence_parallel", BLOCKED, sharing(2, layer_types=["conv", "full_attention"]), "layers of the kind conv"),
+    ("batch.sequence_parallel", BLOCKED, sharing(2, mamba_d_state=64), "convolutional layers (mamba_d_state)"),
+    ("batch.sequence_parallel", BLOCKED, sharing(2, rope_scaling={"type": "longrope"}), "embeddings of type longrope"),
+    ("batch.sequence_parallel", WARNING, sharing(2, ranks_per_node=1), "ranks of different nodes exchange states"),
     ("steps.warm_start", BLOCKED, with_spec(train={"algorithm": "sft"}), "loops.warm_start.num_steps=0"),
     ("steps.learning_rate", WARNING, with_spec(train={"learning_rate": 1e6}), "learning_rate = 1e+06"),
     ("steps.learning_rate_warmup", WARNING, with_spec(train={"warmup_steps": 20}), "at most 2"),
@@ -1116,3 +1130,17 @@ def test_the_folder_of_a_reward_model_is_inspected_without_its_libraries(tmp_pat
     assert inspect_reward_model(str(tmp_path / "well")).problem == "it contains no tokenizer"
     assert inspect_reward_model(str(tmp_path / "none")).problem == "there is no such folder"
     assert inspect_reward_model("promoted:rm").problem == "no run called rm has promoted a model here"
+
+
+def test_ranks_that_share_sequences_need_rows_together() -> None:
+    """Without sampling they have the same rows, so an odd number of them suits two ranks; each samples for itself."""
+    facts = sharing(2)
+    changes: dict[str, Any] = {"loops.warm_start.algorithm.batch_size": 33, "loops.main.algorithm.prompts_per_step": 7}
+    facts = replace(facts, spec=with_changes(facts.spec, changes))
+    for id, status in (
+        ("batch.sequence_parallel", CheckStatus.PASSED),
+        ("batch.rows_divide_ranks", CheckStatus.PASSED),
+        ("batch.prompts_divide_ranks", BLOCKED),
+    ):
+        (result,) = found(facts, id)
+        assert result.status is status, id

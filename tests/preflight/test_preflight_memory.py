@@ -26,6 +26,7 @@ from rlhf_core.preflight.memory.formulas import (
 )
 from rlhf_core.preflight.memory.gpus import GIB, USABLE_SHARE, gpu_memory_bytes
 from rlhf_core.preflight.memory.roles import (
+    Estimate,
     engine_estimate,
     evaluator_estimate,
     longest_sequence,
@@ -246,6 +247,30 @@ def test_a_bound_of_tokens_bounds_what_a_pass_needs() -> None:
     assert needed(2 * length)["activations"] * 4 == needed(0)["activations"]
     assert needed(1) == needed(length), "a pass still contains a sequence of the full length"
     assert needed(100 * length) == needed(0)
+
+
+def test_ranks_that_share_sequences_have_a_part_of_their_activations() -> None:
+    """And only of those: weights and optimizer are split over all ranks in any case."""
+
+    def estimate(size: int) -> Estimate:
+        return trainer_estimate(big(trainer={"sequence_parallel": size}).spec, shape())
+
+    alone, shared = estimate(1), estimate(4)
+    assert shared.resident == alone.resident
+    assert shared.moments["train"]["activations"] * 4 == pytest.approx(alone.moments["train"]["activations"], rel=1e-3)
+    assert shared.moments["sample"] == alone.moments["sample"], "every rank samples for itself"
+
+
+def test_a_sequence_too_long_for_a_gpu_is_advised_to_be_shared() -> None:
+    """Sequences of 500 thousand tokens, after everything else that needs less memory."""
+    long: dict[str, Any] = {
+        "trainer": {"zero_stage": 3, "offload": "parameters"},
+        "rollout": {"max_new_tokens": 500_000, "engines": 4, "engine": "vllm"},
+    }
+    result = blocked(big(**long))
+    assert "trainer.sequence_parallel=" in result.advice
+    long["trainer"]["sequence_parallel"] = 8
+    assert only(big(**long)).status is not CheckStatus.BLOCKED
 
 
 def test_a_model_that_one_gpu_cannot_train_is_advised_to_be_split() -> None:

@@ -150,6 +150,19 @@ def test_one_step_ahead_a_step_takes_as_long_as_the_longer_half(tokens: int, eng
     assert (ahead.parts["sampling"] > 0) == (tokens == 1024)
 
 
+def test_ranks_that_share_sequences_compute_as_much_and_exchange_more() -> None:
+    """Within a node faster than across nodes."""
+    facts = on_a_cluster("qwen2.5-7b-gsm8k", 2)
+    shape = shape_of(facts.model_config, WEIGHTS["qwen2.5-7b-gsm8k"], 0)
+    assert shape is not None
+    steps = [
+        step_time(with_changes(facts.spec, {"trainer.sequence_parallel": size}), shape, "h100") for size in (1, 4, 16)
+    ]
+    alone, within, across = (step.parts for step in steps if step is not None)
+    assert alone["training"] == pytest.approx(within["training"]) == pytest.approx(across["training"])
+    assert alone["communication"] < within["communication"] < across["communication"]
+
+
 def test_a_gpu_without_figures_and_a_run_without_gpus_are_not_predicted() -> None:
     facts = on_a_cluster("qwen2.5-7b-gsm8k", 1)
     shape = shape_of(facts.model_config, WEIGHTS["qwen2.5-7b-gsm8k"], 0)

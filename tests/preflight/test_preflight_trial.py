@@ -223,12 +223,13 @@ def test_settings_for_more_steps_or_ranks_than_those_of_a_trial_do_not_block_it(
             "resources.num_nodes": 4,
             "rollout.engines": 4,
             "rollout.sync.senders": spec.resources.ranks_per_node * 4,
+            "trainer.sequence_parallel": spec.resources.ranks_per_node * 4,
         },
     )
     named = ("algorithm.critic_warmup", "rollout.sync")
     for rung, senders in zip(rungs(spec), (1, 4), strict=True):
         small = trial_spec(spec, rung)
-        assert small.rollout.sync.senders == spec.resources.ranks_per_node * senders
+        assert small.rollout.sync.senders == small.ranks_per_row == spec.resources.ranks_per_node * senders
         assert small.model_dump()["loops"]["main"]["algorithm"]["critic_warmup_steps"] == 2, "of three steps"
         results = [one for one in run_checks(healthy(spec=small)) if one.id in named]
         assert [one.status for one in results] == [CheckStatus.PASSED], results

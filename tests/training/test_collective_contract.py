@@ -84,8 +84,26 @@ def keep_the_contract(rank: int, num_ranks: int, run_dir: str) -> dict[str, Any]
         dist.all_reduce(value)
         naive[name] = value.item() / num_ranks
     found["naive"] = naive
+    found["shared"] = in_a_sequence_group(ranks)
     ranks.barrier()
     return found
+
+
+def in_a_sequence_group(ranks: Any) -> dict[str, Any]:
+    """The collectives of ranks that share rows, with values of which each rank has another number."""
+    import torch
+
+    group = ranks.sharing_rows(2).sequence
+    own = torch.arange(3 + 2 * ranks.rank, dtype=torch.float64) + 10 * ranks.rank
+    parts = torch.arange(8, dtype=torch.bfloat16).view(2, 4) + 8 * ranks.rank
+    swapped = group.swap(parts)
+    return {
+        "gathered": [part.tolist() for part in group.gather(own)],
+        "swapped": swapped.tolist(),
+        "swapped twice": torch.equal(group.swap(swapped), parts),
+        "total": group.total(torch.tensor([1.5, float(ranks.rank)])).tolist(),
+        "replica": ranks.sharing_rows(2).replica,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +119,15 @@ def test_the_same_figure_as_sum_and_count_is_exact_for_rows_of_any_length(result
     for result in results:
         assert result["mean"] == pytest.approx(sum(tokens) / len(tokens), rel=1e-6)
     assert abs(sum(means) / 2 - sum(tokens) / len(tokens)) > 1e-4, "the mean of means is a different figure"
+
+
+def test_ranks_that_share_rows_exchange_values_of_any_number(results: list[dict[str, Any]]) -> None:
+    first, second = (result["shared"] for result in results)
+    for found in (first, second):
+        assert found["gathered"] == [[0, 1, 2], [10, 11, 12, 13, 14]]
+        assert (found["swapped twice"], found["total"], found["replica"]) == (True, [3, 1], 0)
+    assert first["swapped"] == [[0, 1, 2, 3], [8, 9, 10, 11]]
+    assert second["swapped"] == [[4, 5, 6, 7], [12, 13, 14, 15]]
 
 
 def test_collectives_in_another_order_are_named_on_every_rank(results: list[dict[str, Any]]) -> None:

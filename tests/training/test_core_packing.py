@@ -68,7 +68,7 @@ def test_a_single_token_without_a_completion_has_a_pass(packed: bool) -> None:
     model = tiny_model(QWEN)
     assert can_pack(model)
     batch = collate([[20]], [[]], pad_id=0)
-    hidden = hidden_of_targets(model.base_model, batch.input_ids, batch.target_mask, packed=packed)
+    hidden, _ = hidden_of_targets(model.base_model, batch.input_ids, batch.target_mask, packed=packed)
     assert hidden.shape == (0, QWEN["hidden_size"])
     hidden.sum().backward()
     assert all(not weights.grad.any() for weights in model.parameters() if weights.grad is not None)
@@ -77,7 +77,7 @@ def test_a_single_token_without_a_completion_has_a_pass(packed: bool) -> None:
 @torch.no_grad()
 def largest_difference(model: PreTrainedModel, batch: SequenceBatch = GROUP) -> float:
     body = model.base_model
-    found = hidden_of_targets(body, batch.input_ids, batch.target_mask, packed=True)
+    found, _ = hidden_of_targets(body, batch.input_ids, batch.target_mask, packed=True)
     expected = body(input_ids=batch.input_ids, use_cache=False).last_hidden_state[:, :-1][batch.target_mask]
     return float((found - expected).abs().max())
 

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from rlhf_core.errors import EnginesLost, WeightSyncFailed
+from rlhf_core.errors import BadConfig, EnginesLost, WeightSyncFailed
 
 torch = pytest.importorskip("torch")
 
@@ -115,6 +115,26 @@ def test_every_rank_raises_an_error_of_a_subclass_as_its_kind(monkeypatch: pytes
             one.on_first(Mock(side_effect=error), (EnginesLost, WeightSyncFailed))
         assert type(failed.value) is WeightSyncFailed
         assert (failed.value.peer, failed.value.others) == ("engine-1", ("engine-2",))
+
+
+def test_rows_are_dealt_to_ranks_that_share_them() -> None:
+    """Four ranks in two replicas; those of each get the same rows."""
+    found = [
+        distributed.Ranks(
+            rank,
+            4,
+            torch.device("cpu"),
+            NullReporter(),
+            SilentStore(),
+            distributed.SequenceGroup(rank % 2, 2, None),
+        )
+        for rank in range(4)
+    ]
+    assert [one.deal_to_replicas(range(6)) for one in found] == [range(3), range(3), range(3, 6), range(3, 6)]
+    assert [one.deal(range(4)) for one in found] == [range(rank, rank + 1) for rank in range(4)]
+    assert [one.is_first_of_replica for one in found] == [True, False, True, False]
+    with pytest.raises(BadConfig, match=r"found trainer\.sequence_parallel = 3 with 4 ranks"):
+        found[0].sharing_rows(3)
 
 
 def test_many_silent_ranks_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:

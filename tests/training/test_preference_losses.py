@@ -2,15 +2,15 @@
 
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from core_models import char_tokenizer, tiny_model
-from pydantic import TypeAdapter, ValidationError
+from core_models import QWEN, char_tokenizer, tiny_model
+from pydantic import JsonValue, TypeAdapter, ValidationError
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
@@ -84,10 +84,10 @@ CUTS: list[list[list[range]]] = [
 """Rows of each micro-batch of each rank."""
 
 
-def ranker(seed: int = 1) -> PreTrainedModel:
+def ranker(seed: int = 1, config: Mapping[str, JsonValue] = QWEN) -> PreTrainedModel:
     """A reward model made from the tiny language model."""
     with tempfile.TemporaryDirectory() as folder:
-        tiny_model(seed=1).save_pretrained(folder)
+        tiny_model(config, seed=1).save_pretrained(folder)
         return load_reward_model(Path(folder), "float32", seed, char_tokenizer().pad_token_id)
 
 

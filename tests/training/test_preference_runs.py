@@ -80,6 +80,19 @@ KTO = spec_of(
 )
 
 
+SHARED: dict[str, dict[str, Any]] = {
+    "stage-3": spec_of(DPO, zero_stage=3, evaluate={"every_num_steps": 3}),
+    "kto": KTO,
+    "ranker": spec_of(RANKER, warm=True, **WARM),
+}
+"""Runs that are made with rows that both ranks share, too."""
+
+
+def shared(spec: dict[str, Any]) -> dict[str, Any]:
+    """The same run, in which both ranks share each row."""
+    return {**spec, "trainer": {**spec["trainer"], "sequence_parallel": 2}}
+
+
 def runs_of(group: TrainingGroup) -> dict[str, Any]:
     from rlhf_core.training.trainers import context as trainers_context
     from rlhf_core.training.trainers import offline
@@ -127,6 +140,11 @@ def runs_of(group: TrainingGroup) -> dict[str, Any]:
     ranker = spec_of(RANKER, warm=True, **WARM)
     results["ranker"] = train("ranker", ranker)
     results["resumed ranker"] = again("ranker", ranker)
+    for name, spec in SHARED.items():
+        results[f"{name} shared"] = train(f"{name}-shared", shared(spec))
+    results["stage-3 shared, resumed"] = again("stage-3-shared", shared(SHARED["stage-3"]))
+    group.rewind("kto-shared", "kto-parted", 6)
+    results["kto parted"] = train("kto-parted", KTO, restart=1)
     results["chunks"] = in_chunks_of_seven_tokens(group)
     return results
 
@@ -275,6 +293,27 @@ def test_labelled_completions_are_learned_and_resumed_bitwise(results: list[dict
     assert RunDir(folder / "kto").evaluation("before", "greedy").exists(), "the answer is not the completion"
     assert [result["resumed kto"] for result in results] == ["done", "done"]
     assert_resumed_bitwise(folder, "kto")
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_ranks_that_share_rows_learn_the_same(results: list[dict[str, Any]], folder: Path, name: str) -> None:
+    """Losses, gradients, counts and evaluations: each of them counts once."""
+    assert [result[f"{name} shared"] for result in results] == ["done", "done"]
+    alone, shared = metrics_of(folder, name), metrics_of(folder, f"{name}-shared")
+    for step, line in alone.items():
+        assert shared[step] == pytest.approx(line, rel=1e-4, abs=1e-5), step
+
+
+def test_a_run_with_shared_rows_is_resumed_bitwise_and_goes_on_without_them(
+    results: list[dict[str, Any]], folder: Path
+) -> None:
+    for result in results:
+        assert (result["stage-3 shared, resumed"], result["kto parted"]) == ("done", "done")
+    assert_resumed_bitwise(folder, "stage-3-shared")
+    shared, parted = metrics_of(folder, "kto-shared"), metrics_of(folder, "kto-parted", 1)
+    assert set(parted) == {5, 6}
+    for step, line in parted.items():
+        assert line == pytest.approx(shared[step], rel=1e-4, abs=1e-5), step
 
 
 def test_a_bound_of_tokens_changes_the_passes_and_not_the_training(results: list[dict[str, Any]], folder: Path) -> None:

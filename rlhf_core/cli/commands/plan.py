@@ -147,6 +147,8 @@ def _notes(found: "RunPlan") -> Iterator[str]:
         yield "Rates of the proposals: predicted, times measured / predicted of the earlier runs, phase by phase."
     elif found.step is not None:
         yield "Rates are assumed (docs/planning.md): the history has no run of this shape yet."
+    if spec.ranks_per_row > 1:
+        yield f"{spec.ranks_per_row} trainer ranks share each sequence, with equal parts of its tokens and activations."
     if found.gpu_kind and found.limit and not found.proposals:
         yield (
             "No layout uses every GPU of these nodes, divides evenly and fits in memory. `rlhf check` names settings "

@@ -10,7 +10,7 @@ from rlhf_core.schemas.algorithms.policy_gradient import DapoSpec, PolicyGradien
 @check("algorithm.minibatches", trainer="native")
 def minibatches(facts: Facts) -> Iterator[Finding]:
     """A rank without a completion in an update waits idly for the others."""
-    ranks = facts.spec.num_ranks
+    ranks = facts.spec.num_replicas
     for loop, algorithm in _sampling(facts).items():
         per_rank = algorithm.sequences_per_step // ranks
         name = f"loops.{loop}.algorithm.num_minibatches"

@@ -1,14 +1,19 @@
 """Arithmetic of batches, steps and schedules."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, warning
 from rlhf_core.schemas.run import RunSpec
+from rlhf_core.schemas.trainers import MOVING_ROPES
 
 MAX_LEARNING_RATE = 0.1
 """Learning rate above which a finding is reported: AdamW moves every weight by about as much in a step, and models are
 trained with a tenth of it at most."""
+_RECURRENT = ("mamba", "ssm_", "linear_conv", "linear_num", "conv_", "rwkv", "lru_")
+"""Beginnings of the names that settings of recurrent and convolutional layers have in configs."""
 
 
 @check("batch.prompts_divide_ranks", trainer="native")
@@ -28,11 +33,12 @@ def micro_batch(facts: Facts) -> Iterator[Finding]:
     """A micro-batch that is never full hides how much memory a step really needs."""
     spec, size = facts.spec, facts.spec.native_trainer.micro_batch_size
     algorithms = [loop.algorithm for loop in spec.loops.named.values()]
-    sequences = [algorithm.sequences_per_step // spec.num_ranks for algorithm in algorithms]
+    sequences = [algorithm.sequences_per_step // spec.num_replicas for algorithm in algorithms]
     per_rank = ", ".join(
         f"{count} per {algorithm.name} step" for algorithm, count in zip(algorithms, sequences, strict=True)
     )
-    found = f"trainer.micro_batch_size {size}, sequences per rank: {per_rank}"
+    ranks = f"{spec.ranks_per_row} ranks that share them" if spec.ranks_per_row > 1 else "rank"
+    found = f"trainer.micro_batch_size {size}, sequences per {ranks}: {per_rank}"
     largest = max(sequences)
     if size > max(largest, 1):
         yield warning(
@@ -42,6 +48,56 @@ def micro_batch(facts: Facts) -> Iterator[Finding]:
         )
     else:
         yield passed(found)
+
+
+@check("batch.sequence_parallel", trainer="native")
+def sequence_parallel(facts: Facts) -> Iterator[Finding]:
+    """Ranks that cannot share sequences evenly end during setup, after the queue; across nodes they are slow."""
+    spec, config, size = facts.spec, facts.model_config, facts.spec.ranks_per_row
+    if size == 1:
+        return
+    found, heads = f"trainer.sequence_parallel = {size}", config.get("num_attention_heads")
+    heads = heads if isinstance(heads, int) and heads > 0 else None
+    per_node = spec.resources.ranks_per_node
+    common = math.gcd(per_node, heads or per_node)
+    numbers = " or ".join(str(number) for number in range(1, common + 1) if common % number == 0)
+    if spec.num_ranks % size:
+        yield blocked(f"{found} with {spec.num_ranks} ranks", "a divisor of the number of ranks", _set_it(numbers))
+    elif heads is not None and heads % size:
+        yield blocked(f"{found}, {heads} attention heads", "a divisor of the number of heads", _set_it(numbers))
+    elif how := _mixes_otherwise(config):
+        yield blocked(
+            f"{found}, a model with {how}",
+            "layers that mix tokens by full attention alone, which ranks can share by heads",
+            _set_it("1"),
+        )
+    elif per_node % size:
+        yield warning(
+            f"{found} with {per_node} ranks per node: ranks of different nodes exchange states in every layer",
+            "a divisor of resources.ranks_per_node",
+            _set_it(numbers),
+        )
+    else:
+        yield passed(f"{found}: {spec.num_replicas} x {size} ranks, each with 1/{size} of the tokens of its sequences")
+
+
+def _set_it(numbers: str) -> str:
+    return f"set trainer.sequence_parallel to {numbers}"
+
+
+def _mixes_otherwise(config: Mapping[str, Any]) -> str:
+    """How a model mixes tokens, or places them, so that ranks cannot share them; empty if not known. Setup finds the
+    rest."""
+    kinds = sorted({str(kind) for kind in config.get("layer_types") or ()} - {"full_attention"})
+    if kinds:
+        return f"layers of the kind {', '.join(kinds)}"
+    if config.get("sliding_window") and config.get("use_sliding_window") is not False:
+        return "a sliding window"
+    if recurrent := next((name for name in config if name.startswith(_RECURRENT)), ""):
+        return f"recurrent or convolutional layers ({recurrent})"
+    ropes = (config.get("rope_parameters"), config.get("rope_scaling"))
+    kind = next((one.get("rope_type") or one.get("type") for one in ropes if isinstance(one, Mapping)), "")
+    return f"rotary embeddings of type {kind}" if kind in MOVING_ROPES else ""
 
 
 @check("steps.warm_start", trainer="native")
@@ -108,16 +164,21 @@ def _loops_divide(spec: RunSpec, *, samples: bool) -> Iterator[Finding]:
     for loop, found in spec.loops.named.items():
         algorithm = found.algorithm
         if algorithm.samples is samples:
-            yield _divides(f"loops.{loop}.algorithm.{algorithm.rows_setting}", algorithm.rows_per_step, spec.num_ranks)
+            name = f"loops.{loop}.algorithm.{algorithm.rows_setting}"
+            # Every rank samples for itself; without sampling, the ranks that share sequences have the same rows.
+            if samples or spec.ranks_per_row == 1:
+                yield _divides(name, algorithm.rows_per_step, spec.num_ranks, "ranks")
+            else:
+                yield _divides(name, algorithm.rows_per_step, spec.num_replicas, f"x {spec.ranks_per_row} ranks")
 
 
-def _divides(name: str, value: int, ranks: int) -> Finding:
-    if value % ranks == 0:
-        return passed(f"{name} {value} over {ranks} ranks: {value // ranks} each")
-    below = value - value % ranks
-    options = " or ".join(str(option) for option in (below, below + ranks) if option)
+def _divides(name: str, value: int, parts: int, ranks: str) -> Finding:
+    if value % parts == 0:
+        return passed(f"{name} {value} over {parts} {ranks}: {value // parts} each")
+    below = value - value % parts
+    options = " or ".join(str(option) for option in (below, below + parts) if option)
     return blocked(
-        f"{name} = {value} with {ranks} ranks",
-        f"a multiple of {ranks}, the number of trainer ranks",
+        f"{name} = {value} with {parts} {ranks}",
+        f"a multiple of {parts}, the number of trainer ranks" + ("" if ranks == "ranks" else " with their own rows"),
         f"set {name} to {options}",
     )

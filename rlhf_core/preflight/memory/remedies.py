@@ -47,6 +47,7 @@ def remedies(
         [both, [{**again, **change} for change in both]],
         [[smallest]],
         [[{**smallest, **change} for change in offloaded]],
+        [[{**smallest, "trainer.sequence_parallel": size} for size in _shared_by(spec)]],
     ):
         found = [fitting for ladder in ladders if (fitting := first_that_fits(ladder))]
         if found:
@@ -71,6 +72,12 @@ def _stages(spec: RunSpec) -> list[dict[str, JsonValue]]:
     """Higher stages of ZeRO, if there is another rank to split with."""
     later = range(spec.native_trainer.zero_stage + 1, 4) if spec.num_ranks > 1 else range(0)
     return [{"trainer.zero_stage": stage} for stage in later]
+
+
+def _shared_by(spec: RunSpec) -> list[int]:
+    """Larger numbers of ranks of a node that may share a sequence; whether heads divide is checked by itself."""
+    per_node = spec.resources.ranks_per_node
+    return [size for size in range(spec.ranks_per_row + 1, per_node + 1) if per_node % size == 0]
 
 
 def _offloads(spec: RunSpec) -> list[dict[str, JsonValue]]:

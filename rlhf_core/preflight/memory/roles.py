@@ -87,7 +87,7 @@ def trainer_estimate(
     }
     algorithms = [loop.algorithm for loop in spec.loops.named.values()]
     sequences = max(algorithm.sequences_per_step for algorithm in algorithms) // spec.num_ranks
-    tokens = micro_batch_tokens(spec)
+    tokens = -(-micro_batch_tokens(spec) // spec.ranks_per_row)
     moments = {
         "train": {
             "activations": activation_bytes(shape, dtype, tokens, spec.native_trainer.gradient_checkpointing, lora),
@@ -170,7 +170,8 @@ def _forward_bytes(shape: Shape, dtype: str, tokens: int) -> int:
 
 
 def micro_batch_tokens(spec: RunSpec, *, evaluates: bool = False) -> int:
-    """Maximum tokens in one pass, including padding; one sequence of full length is always allowed.
+    """Maximum tokens in one pass, including padding; one sequence of full length is always allowed. Ranks that share it
+    (``trainer.sequence_parallel``) have equal parts of them.
 
     Args:
         evaluates: the pass is over held-out rows, whose number does not depend on the rows of a training step.
@@ -178,10 +179,10 @@ def micro_batch_tokens(spec: RunSpec, *, evaluates: bool = False) -> int:
     trainer, length, size = spec.native_trainer, longest_sequence(spec), spec.native_trainer.micro_batch_size
     if evaluates:
         in_row = 2 if spec.main_loop.algorithm.pairs else 1
-        rows = -(-spec.evaluate.num_prompts // spec.num_ranks)
+        rows = -(-spec.evaluate.num_prompts // spec.num_replicas)
         sequences = rows * in_row or size  # all held-out rows: their number is unknown
     else:
-        sequences = max(loop.algorithm.sequences_per_step for loop in spec.loops.named.values()) // spec.num_ranks
+        sequences = max(loop.algorithm.sequences_per_step for loop in spec.loops.named.values()) // spec.num_replicas
     tokens = max(1, min(size, sequences)) * length
     return min(tokens, max(trainer.micro_batch_tokens, length)) if trainer.micro_batch_tokens else tokens
 
@@ -230,7 +231,7 @@ def evaluator_estimate(
         sampled, vllm = [_sequences_of_an_evaluation(spec)], spec.starts_vllm_in_evaluators
         moments["sample"] = _sampling(spec, shape, sampled, gpu, with_vllm=vllm)
     if spec.row_evaluations:
-        tokens = micro_batch_tokens(spec, evaluates=True)
+        tokens = -(-micro_batch_tokens(spec, evaluates=True) // spec.ranks_per_row)
         logits = 0 if spec.makes_reward_model else logit_bytes(shape, tokens)
         moments["score"] = {"activations": _forward_bytes(shape, spec.model.dtype, tokens), "logits": logits}
     return Estimate(resident, moments)

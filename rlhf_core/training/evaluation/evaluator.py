@@ -250,9 +250,11 @@ class Evaluator:
         if self.rollouts.version is not None:  # sampling has woken the engine, whose memory the passes need
             self.rollouts.sleep()
         if self.spec.makes_reward_model:
-            return self._held_out.scored(RewardModel(model), None, beat)
-        policy = PolicyModel(model)
-        start = PolicyModel(reference) if reference else policy
+            ranker = RewardModel(model, self.ranks.sequence)
+            ranker.try_passes()
+            return self._held_out.scored(ranker, None, beat)
+        policy = PolicyModel(model, sequence=self.ranks.sequence)
+        start = PolicyModel(reference, sequence=self.ranks.sequence) if reference else policy
         return self._held_out.scored(policy, start if self.spec.main_loop.algorithm.reference else None, beat)
 
     def _ranked(self, rows: Sequence[ScoredRow]) -> list[EvaluationSample]:

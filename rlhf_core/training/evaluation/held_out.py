@@ -56,7 +56,7 @@ class HeldOutRows:
     def scored(
         self, policy: PolicyModel | RewardModel, reference: Scorer | None, beat: Callable[[], None]
     ) -> list[ScoredRow]:
-        """Score this rank's rows. Collective.
+        """Score this rank's rows, or those of its replica on the first rank of it, and none on the others. Collective.
 
         All ranks make the same number of passes, whatever their share of the rows: if the weights are split over the
         ranks, each pass is a collective. The results of passes without rows are dropped.
@@ -66,12 +66,13 @@ class HeldOutRows:
             beat: called before every pass.
         """
         algorithm, rows = self.spec.main_loop.algorithm, self.data.rows
-        objective, own = ALGORITHMS[algorithm.name], self.ranks.deal(rows)
-        examples = make_examples(own, self.ranks.deal(self.data.token_ids), self.tokenizer, algorithm)
-        before = self.ranks.deal([*rows[-1:], *rows[:-1]]) if algorithm.mismatches else []
+        objective, deal = ALGORITHMS[algorithm.name], self.ranks.deal_to_replicas
+        own = deal(rows)
+        examples = make_examples(own, deal(self.data.token_ids), self.tokenizer, algorithm)
+        before = deal([*rows[-1:], *rows[:-1]]) if algorithm.mismatches else []
         others = mismatched(examples, before, self.tokenizer) if algorithm.mismatches else []
         cuts = [divide_examples(part, self.spec.native_trainer, packed=policy.packs) for part in (examples, others)]
-        gathered = self.ranks.gather_numbers([*step_sums(examples, algorithm), *map(len, cuts)])
+        gathered = self.ranks.numbers_of_replicas([*step_sums(examples, algorithm), *map(len, cuts)])
         tokens, sequences, chosen, *numbers = zip(*gathered, strict=True)
         sums = StepSums(sum(tokens), sum(sequences), num_chosen_tokens=sum(chosen))
         parts, other_parts = (evened(cut, int(max(found))) for cut, found in zip(cuts, numbers, strict=True))
@@ -92,7 +93,7 @@ class HeldOutRows:
                     # A completion without tokens counts for nothing.
                     loss = share * total / weight if weight else 0.0
                     found[index] = ScoredRow(own[index], of_row, loss, weight)
-        return [found[index] for index in range(len(own))]
+        return [found[index] for index in range(len(own))] if self.ranks.is_first_of_replica else []
 
     def _measured(
         self,
@@ -108,7 +109,7 @@ class HeldOutRows:
         for part, sequences, output in self._passes(policy, reference, examples, parts, beat):
             for name, value in ALGORITHMS[algorithm.name].measure(output, sequences, algorithm).items():
                 found[name] = found.get(name, 0.0) + float(value) * bool(part)
-        return dict(zip(found, self.ranks.sum(list(found.values())), strict=True))
+        return dict(zip(found, self.ranks.sum_over_replicas(list(found.values())), strict=True))
 
     def _passes(
         self,

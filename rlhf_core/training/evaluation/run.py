@@ -40,7 +40,7 @@ def run_evaluator(context: WorkerContext) -> RoleResult:
     """
     spec, reporter = context.spec, context.reporter
     reporter.beat(Phase.SETUP, 0)
-    ranks = init_process_group(context)
+    ranks = init_process_group(context).sharing_rows(spec.ranks_per_row)
     initial = initial_folder(spec, context.run_dir)
     checkpoint = checkpoint_to_evaluate(context, ranks, initial)
     reporter.beat(Phase.SETUP, checkpoint.step)

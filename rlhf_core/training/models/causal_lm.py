@@ -29,11 +29,12 @@ from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.trainers import LOGIT_CHUNK_ELEMENTS
 from rlhf_core.training.data.tokenizer_cores import VOCAB_MULTIPLE
 from rlhf_core.training.data.tokenizers import build_tokenizer, load_tokenizer
+from rlhf_core.training.distributed import SequenceGroup
 from rlhf_core.training.models.adapters import base_of, is_adapter, merged
 from rlhf_core.training.models.gathering import most_on_any_rank, whole_shape
 from rlhf_core.training.models.lean_layers import use_lean_layers
 from rlhf_core.training.models.loaded_weights import load_whole
-from rlhf_core.training.models.packing import can_pack, hidden_of_targets
+from rlhf_core.training.models.packing import can_pack, hidden_of_targets, require_shared_rows, values_of_targets
 from rlhf_core.training.models.token_logprobs import token_logprobs
 from rlhf_core.training.types import Row
 
@@ -269,7 +270,12 @@ class PolicyModel(nn.Module):
     """
 
     def __init__(
-        self, causal_lm: PreTrainedModel, chunk_elements: int = LOGIT_CHUNK_ELEMENTS, *, tried: bool = True
+        self,
+        causal_lm: PreTrainedModel,
+        chunk_elements: int = LOGIT_CHUNK_ELEMENTS,
+        *,
+        tried: bool = True,
+        sequence: SequenceGroup | None = None,
     ) -> None:
         """Wrap ``causal_lm``.
 
@@ -277,13 +283,15 @@ class PolicyModel(nn.Module):
             chunk_elements: the largest number of logits that may exist at once.
             tried: try passes at once; otherwise :meth:`try_passes` has to be called before the first one, when the
                 weights are where they are used.
+            sequence: ranks that share the tokens of each pass; all of them make the same passes.
 
         Raises:
-            BadConfig: the model does not simply apply its head to its last hidden state.
+            BadConfig: as :meth:`try_passes`.
         """
         super().__init__()
         self.causal_lm = causal_lm
         self.chunk_elements = chunk_elements
+        self.sequence = sequence
         self.packs = False
         """True if no padding goes through the layers; otherwise micro-batches of similar lengths are worthwhile."""
         if tried:
@@ -291,14 +299,17 @@ class PolicyModel(nn.Module):
 
     def try_passes(self) -> None:
         """Find out in a few passes over a few tokens whether sequences can be packed, and check the head. Collective if
-        the model is split.
+        the model is split, or ranks share its tokens.
 
         Raises:
-            BadConfig: the model does not simply apply its head to its last hidden state.
+            BadConfig: the model does not simply apply its head to its last hidden state, or its tokens cannot be
+                shared.
         """
         with in_evaluation_mode(self.causal_lm):  # the dropout of an adapter differs from pass to pass
             # First: if a pass fails midway, those of the head let go of the weights that it has gathered.
             self.packs = can_pack(self.causal_lm)
+            if self.sequence is not None:
+                require_shared_rows(self.causal_lm, self.sequence, packs=self.packs)
             self._check_head()
 
     def forward(
@@ -325,11 +336,12 @@ class PolicyModel(nn.Module):
         labels = input_ids[:, 1:]
         if target_mask is None:
             target_mask = torch.ones_like(labels, dtype=torch.bool)
-        hidden = hidden_of_targets(self.causal_lm.base_model, input_ids, target_mask, packed=self.packs)
-        picked, entropy = self._score(hidden, labels[target_mask], temperature, entropy_gradient)
-        where = target_mask.nonzero(as_tuple=True)
-        blank = picked.new_zeros(labels.shape)
-        return blank.index_put(where, picked), blank.index_put(where, entropy)
+        hidden, own = hidden_of_targets(
+            self.causal_lm.base_model, input_ids, target_mask, packed=self.packs, group=self.sequence
+        )
+        scores = torch.stack(self._score(hidden, labels[own], temperature, entropy_gradient))
+        picked, entropy = values_of_targets(scores, own, self.sequence)
+        return picked, entropy if entropy_gradient else entropy.detach()
 
     @property
     def pretrained(self) -> PreTrainedModel:

@@ -4,17 +4,25 @@ Under causal attention the state of a token depends only on the tokens up to it.
 micro-batch share goes through the model once: the prompt of a group of samples, or of a pair of completions (prefix
 sharing as in Liu et al. 2025, arXiv 2506.05433). Padding is left out, and so are last tokens, which predict nothing.
 All other tokens are concatenated in one row; only attention sees separate sequences, in blocks of similar length.
+
+The row may be cut into pieces of equal length, one for each rank of a group (``sequence_parallel.py``).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from rlhf_core.errors import BadConfig
+from rlhf_core.training.distributed import SequenceGroup
+from rlhf_core.training.models.sequence_parallel import to_heads, to_tokens, whole, why_not_shared
 
 ATTENTION = "packed_sdpa"
 """Name of the attention implementation of packed models. Outside packed passes it is ``sdpa``."""
@@ -48,6 +56,16 @@ class Packing:
     """Blocks of sequences, as attention sees them."""
     back: Tensor
     """``[N]`` position of each token of the row in the concatenated outputs of all blocks."""
+    group: SequenceGroup | None = None
+    """The ranks that share the row. ``tokens`` and ``positions`` are then those of this rank's piece, and the row ends
+    with padding to a multiple of their number."""
+
+    @property
+    def own(self) -> Tensor:
+        """``[B, T]`` bool: true for the tokens of this rank's piece, or for all if the row is not shared."""
+        if self.group is None:
+            return torch.ones_like(self.source, dtype=torch.bool)
+        return self.source // self.tokens.shape[1] == self.group.rank
 
 
 def pack(input_ids: Tensor, target_mask: Tensor) -> Packing:
@@ -88,17 +106,46 @@ def pack(input_ids: Tensor, target_mask: Tensor) -> Packing:
     )
 
 
-def hidden_of_targets(body: nn.Module, input_ids: Tensor, target_mask: Tensor, *, packed: bool) -> Tensor:
-    """Last hidden states ``[N, H]`` that predict the tokens selected by ``target_mask``, row by row.
+def cut(packing: Packing, group: SequenceGroup) -> Packing:
+    """This rank's piece of a row. The others of the group must cut the same row."""
+    number = packing.tokens.shape[1]
+    length = -(-number // group.size)
+    padding = (0, length * group.size - number)
+    piece = slice(length * group.rank, length * (group.rank + 1))
+    return replace(
+        packing,
+        tokens=pad(packing.tokens, padding)[:, piece],
+        positions=pad(packing.positions, padding)[:, piece],
+        back=pad(packing.back, padding),  # padding gets the output of any token, and none sees it
+        group=group,
+    )
+
+
+def hidden_of_targets(
+    body: nn.Module,
+    input_ids: Tensor,
+    target_mask: Tensor,
+    *,
+    packed: bool,
+    group: SequenceGroup | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Last hidden states that predict the tokens selected by ``target_mask``, row by row.
 
     Args: as for :func:`pack`.
         packed: ``body`` belongs to a model for which :func:`can_pack` is true.
+        group: ranks that share the row; all of them make the same call, a collective. Only for packed sequences.
+
+    Returns:
+        ``[N, H]`` states, and the ``[B, T]`` mask of their targets: ``target_mask``, or the part of it whose states
+        this rank has computed. Which token a state predicts does not depend on the piece that the token is in.
     """
     hidden: Tensor
     if not packed:
         hidden = body(input_ids=input_ids, use_cache=False).last_hidden_state
-        return hidden[:, :-1][target_mask]
+        return hidden[:, :-1][target_mask], target_mask
     packing = pack(input_ids, target_mask)
+    if group is not None:
+        packing = cut(packing, group)
     hidden = body(
         input_ids=packing.tokens,
         position_ids=packing.positions,
@@ -106,7 +153,21 @@ def hidden_of_targets(body: nn.Module, input_ids: Tensor, target_mask: Tensor, *
         use_cache=False,
         packing=packing,
     ).last_hidden_state
-    return hidden[0].index_select(0, packing.source[target_mask])
+    own = target_mask & packing.own
+    return hidden[0].index_select(0, packing.source[own] % packing.tokens.shape[1]), own
+
+
+def values_of_targets(values: Tensor, own_mask: Tensor, group: SequenceGroup | None) -> Tensor:
+    """``[..., N]`` values of the targets of a mask -> ``[..., B, T]`` values of all targets, 0 elsewhere.
+
+    Args:
+        own_mask: mask that :func:`hidden_of_targets` returned.
+        group: the ranks that share the row; every one gets the values of all. Collective.
+    """
+    rows, places = own_mask.nonzero(as_tuple=True)
+    placed = values.new_zeros(*values.shape[:-1], *own_mask.shape)
+    placed[..., rows, places] = values
+    return placed if group is None else whole(placed, group)
 
 
 def can_pack(model: PreTrainedModel) -> bool:
@@ -126,7 +187,7 @@ def can_pack(model: PreTrainedModel) -> bool:
         return False
     try:
         model.set_attn_implementation(ATTENTION)
-        if _agrees(model.base_model, model.device):
+        if agrees(model.base_model, model.device):
             return True
     except (TypeError, ValueError, AttributeError):  # the model does not pass arguments on to its attention
         pass
@@ -135,12 +196,40 @@ def can_pack(model: PreTrainedModel) -> bool:
 
 
 @torch.no_grad()
-def _agrees(body: nn.Module, device: torch.device) -> bool:
-    """Compare packed and padded states of sequences with the hard cases of packing: a shared prefix and padding."""
+def agrees(body: nn.Module, device: torch.device, group: SequenceGroup | None = None) -> bool:
+    """Compare packed and padded states of sequences with the hard cases of packing: a shared prefix and padding.
+
+    Args:
+        group: ranks that share the packed row. Collective; all of them get the same answer.
+    """
     ids = torch.tensor([[1, 2, 3, 4, 5, 0], [1, 2, 3, 5, 0, 0], [3, 2, 1, 0, 0, 0]], device=device)
     mask = torch.arange(5, device=device) < torch.tensor([[4], [3], [2]], device=device)
-    padded, found = (hidden_of_targets(body, ids, mask, packed=packed) for packed in (False, True))
+    padded, _ = hidden_of_targets(body, ids, mask, packed=False)
+    states, own = hidden_of_targets(body, ids, mask, packed=True, group=group)
+    found = values_of_targets(states.T, own, group)[:, mask].T
     return torch.allclose(found, padded, rtol=1e-2, atol=1e-2 * float(padded.abs().max()))
+
+
+def require_shared_rows(model: PreTrainedModel, group: SequenceGroup, *, packs: bool) -> None:
+    """Refuse a model whose tokens the ranks of a group cannot share, after a pass in which they do. Collective.
+
+    Args:
+        packs: result of :func:`can_pack`.
+
+    Raises:
+        BadConfig: raised by every rank.
+    """
+    config: Any = model.config
+    problem = "mixes tokens in other ways than full attention, or its attention cannot be replaced"
+    if packs:
+        problem = why_not_shared(config.get_text_config(), group.size)
+    if not problem and not agrees(model.base_model, model.device, group):
+        problem = "gives other results if ranks share its tokens"
+    if problem:
+        raise BadConfig(
+            f"found trainer.sequence_parallel = {group.size}, but {type(model).__name__} {problem}; set "
+            "trainer.sequence_parallel = 1, or another divisor of the number of its heads"
+        )
 
 
 def _shared(one: Sequence[int], other: Sequence[int]) -> int:
@@ -165,7 +254,7 @@ def _blocks(source: Tensor, lengths: Sequence[int]) -> tuple[list[_AttentionBloc
 
 
 def _attention(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -173,17 +262,22 @@ def _attention(
     packing: Packing | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one layer: ``[1, heads, N, D]`` -> ``[1, N, heads, D]``."""
+    """Attention of one layer: ``[1, heads, N, D]`` -> ``[1, N, heads, D]``, with the tokens of this rank's piece."""
     if packing is None:
         plain: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
         return plain
+    if packing.group is not None:
+        query, key, value = to_heads(query, key, value, packing.group)
+        # The heads of a rank, of which those for keys and values may be repeated.
+        module = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1], is_causal=True)
     row = [tensor.transpose(1, 2)[0] for tensor in (query, key, value)]
     outputs = []
     for block in packing.blocks:
         parts = [tensor.index_select(0, block.source).unflatten(0, block.shape).transpose(1, 2) for tensor in row]
         output, _ = sdpa_attention_forward(module, parts[0], parts[1], parts[2], None, **settings)
         outputs.append(output.flatten(0, 1))
-    return torch.cat(outputs).index_select(0, packing.back)[None], None
+    output = torch.cat(outputs).index_select(0, packing.back)[None]
+    return output if packing.group is None else to_tokens(output, packing.group), None
 
 
 AttentionInterface.register(ATTENTION, _attention)

@@ -5,13 +5,16 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from rlhf_core.errors import BadConfig
+from rlhf_core.training.distributed import SequenceGroup
 from rlhf_core.training.models.adapters import base_of, is_adapter, merged
-from rlhf_core.training.models.causal_lm import dropout_free_config
+from rlhf_core.training.models.causal_lm import dropout_free_config, in_evaluation_mode
 from rlhf_core.training.models.lean_layers import use_lean_layers
 from rlhf_core.training.models.loaded_weights import load_whole
+from rlhf_core.training.models.packing import can_pack, hidden_of_targets, require_shared_rows, values_of_targets
 
 
 def load_reward_model(
@@ -64,16 +67,20 @@ def is_reward_model(model: PreTrainedModel) -> bool:
 class RewardModel(nn.Module):
     """A model with one output that returns one reward per sequence."""
 
-    packs = False
-    """See :class:`PolicyModel`; not packed, because transformers locates the end of a padded sequence."""
-
-    def __init__(self, classifier: PreTrainedModel) -> None:
+    def __init__(self, classifier: PreTrainedModel, sequence: SequenceGroup | None = None) -> None:
         """Wrap ``classifier``.
+
+        Args:
+            sequence: ranks that share the tokens of each pass; all of them make the same passes, which
+                :meth:`try_passes` tries before the first.
 
         Raises:
             BadConfig: its head is not where such models usually have it.
         """
         super().__init__()
+        self.sequence = sequence
+        self.packs = False
+        """See :class:`PolicyModel`. Only rows that ranks share are packed: transformers pads them."""
         if not is_reward_model(classifier):
             raise BadConfig(f"{type(classifier).__name__} has no layer called score; this trainer cannot train it")
         self.classifier = classifier
@@ -82,6 +89,19 @@ class RewardModel(nn.Module):
     def pretrained(self) -> PreTrainedModel:
         """The underlying model, which is saved."""
         return self.classifier
+
+    def try_passes(self) -> None:
+        """Find out in a few passes whether the ranks can share tokens, once the weights are where they are used.
+
+        Does nothing if they do not; otherwise collective.
+
+        Raises:
+            BadConfig: they cannot.
+        """
+        if self.sequence is not None:
+            with in_evaluation_mode(self.classifier):
+                self.packs = can_pack(self.classifier)
+                require_shared_rows(self.classifier, self.sequence, packs=self.packs)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Compute the reward of each sequence at its last non-padding token, as transformers does.
@@ -96,13 +116,26 @@ class RewardModel(nn.Module):
         Returns:
             ``[B]`` in float32 (float64 for a float64 model).
         """
+        if self.sequence is not None:
+            return self._forward_shared(input_ids, attention_mask)
         masked = {} if attention_mask is None else {"attention_mask": attention_mask}
         hidden: Tensor = self.classifier.base_model(input_ids=input_ids, use_cache=False, **masked).last_hidden_state
         last = _last_places(input_ids, attention_mask, self.classifier.config.pad_token_id)
         # The whole head is called, but only on the last states: no other position is scored.
-        chosen = hidden[torch.arange(len(input_ids), device=input_ids.device), last]
-        head: Callable[[Tensor], Tensor] = self.classifier.score  # a module, checked above
-        scores = head(chosen).squeeze(-1)
+        return self._score(hidden[torch.arange(len(input_ids), device=input_ids.device), last])
+
+    def _forward_shared(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """The same, of packed sequences that a group of ranks shares."""
+        last = _last_places(input_ids, attention_mask, self.classifier.config.pad_token_id)
+        targets = torch.arange(input_ids.shape[1], device=input_ids.device) == last[:, None]
+        after = pad(input_ids, (0, 1))  # the state of a last token "predicts" the one after it
+        hidden, own = hidden_of_targets(self.classifier.base_model, after, targets, packed=True, group=self.sequence)
+        return values_of_targets(self._score(hidden), own, self.sequence).sum(-1)
+
+    def _score(self, hidden: Tensor) -> Tensor:
+        """``[N, H]`` -> ``[N]``."""
+        head: Callable[[Tensor], Tensor] = self.classifier.score  # a module, checked in the beginning
+        scores = head(hidden).squeeze(-1)
         return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
 

@@ -172,21 +172,25 @@ class TrainingContext:
         return range(self.steps_done + 1, loop.last_step + 1)
 
     def take_rows(self, count: int, *, by_length: bool = False) -> tuple[list[Row], list[list[int]]]:
-        """Take the next ``count`` rows of the run and return this rank's part, with the tokens of its prompts.
+        """Take the next ``count`` rows of the run and return this rank's part, with the tokens of its prompts: for
+        sampling one part per rank, for training without sampling one per replica.
 
         A row that is taken again (the data has fewer rows, or an epoch ends in between) gets a uid of its own: sampling
         seeds and in-flight completions are identified by uid.
 
         Args:
-            by_length: distribute rows so that ranks have about the same total text length; contiguous parts otherwise.
+            by_length: distribute rows over replicas so that they have about the same total text length; contiguous
+                parts for the ranks otherwise.
 
         Raises:
-            BadConfig: the rows do not divide evenly among the ranks.
+            BadConfig: the rows do not divide evenly among these.
         """
-        if count % self.ranks.num_ranks:
+        parts = self.ranks.num_replicas if by_length else self.ranks.num_ranks
+        if count % parts:
+            sharing = " (trainer.sequence_parallel of them share each)" if parts < self.ranks.num_ranks else ""
             raise BadConfig(
-                f"found {count} rows per step for {self.ranks.num_ranks} ranks; expected a multiple of the number of "
-                "ranks: change the rows per step of the algorithm, or resources.ranks_per_node"
+                f"found {count} rows per step for {self.ranks.num_ranks} ranks{sharing}; expected a multiple of "
+                f"{parts}: change the rows per step of the algorithm, or resources.ranks_per_node"
             )
         upcoming = self._upcoming(count)
         places = self._by_length(upcoming) if by_length else self.ranks.deal(range(count))
@@ -205,10 +209,10 @@ class TrainingContext:
         return self._order.indices(self.position, count)
 
     def _by_length(self, indices: Sequence[int]) -> list[int]:
-        """Positions of this rank's rows among ``indices``. Length is measured in characters, since each rank tokenizes
-        only its own rows."""
+        """Positions of this replica's rows among ``indices``. Length is measured in characters, since each rank
+        tokenizes only its own rows."""
         lengths = [_characters(self._data.rows[index]) for index in indices]
-        return balanced(lengths, self.ranks.num_ranks)[self.ranks.rank]
+        return balanced(lengths, self.ranks.num_replicas)[self.ranks.replica]
 
     def collated(
         self,
@@ -229,11 +233,11 @@ class TrainingContext:
         """Update the weights with the gradients accumulated in the engine.
 
         Args:
-            num_tokens: number of this rank's tokens in the loss.
+            num_tokens: number of tokens in the loss of this rank's rows.
         """
         rate = loop.policy_rate(step.number)
         step.grad_norms.append(engine.step(rate))
-        step.num_tokens += num_tokens
+        step.num_tokens += num_tokens if self.ranks.is_first_of_replica else 0
         step.metrics.shared("train/learning_rate", rate)
 
     def measure_updates(self, step: TrainingStep, engine: Engine, policy: nn.Module) -> None:

@@ -70,7 +70,7 @@ def train(
 
         step.add(objective.metrics, totals)
         of_sources.write(step.metrics, rows)
-        step.metrics.total("speed/tokens_per_s", own_tokens / step.seconds())
+        step.metrics.total("speed/tokens_per_s", step.num_tokens / step.seconds())
         if training.is_evaluated(number) and training.evaluator.scores_rows_for(algorithm):
             with step.timed("evaluate"):
                 beat = training.beating(Phase.EVALUATE)
@@ -93,7 +93,7 @@ def _exchange(
     examples."""
     cuts = [divide_examples(part, training.spec.native_trainer, packed=packed) for part in (examples, others)]
     own = [*step_sums(examples, loop.algorithm), *map(len, cuts)]
-    tokens, sequences, chosen, *numbers = zip(*training.ranks.gather_numbers(own), strict=True)
+    tokens, sequences, chosen, *numbers = zip(*training.ranks.numbers_of_replicas(own), strict=True)
     parts, other_parts = (evened(cut, int(max(found))) for cut, found in zip(cuts, numbers, strict=True))
     return StepSums(sum(tokens), sum(sequences), num_chosen_tokens=sum(chosen)), parts, other_parts
 
@@ -152,4 +152,4 @@ def _measure(
         output = score_batch(policy, reference, batch, sequences, algorithm)
         for name, value in ALGORITHMS[algorithm.name].measure(output, sequences, algorithm).items():
             found[name] = found.get(name, 0.0) + float(value) * bool(part)
-    return dict(zip(found, training.ranks.sum(list(found.values())), strict=True))
+    return dict(zip(found, training.ranks.sum_over_replicas(list(found.values())), strict=True))

@@ -22,6 +22,7 @@ from rlhf_core.training.trainers.context import Loop, TrainingContext
 from rlhf_core.training.trainers.engine import Engine
 from rlhf_core.training.trainers.ppo import Critic
 from rlhf_core.training.trainers.sampling import Rollout, StepSampler
+from rlhf_core.training.trainers.shared_batches import of_replica
 from rlhf_core.training.trainers.source_metrics import add_rewards, add_shares
 from rlhf_core.training.trainers.step import Totals, TrainingStep
 from rlhf_core.training.trainers.updates import PolicyUpdates
@@ -56,7 +57,7 @@ def train(
         trained = rollout.take(groups)
         with step.timed("train"):
             training.beat(Phase.TRAIN)
-            batch = trained.batch(places, mask_truncated=loop.algorithm.masks_truncated)
+            batch = of_replica(trained.batch(places, mask_truncated=loop.algorithm.masks_truncated), training.ranks)
             updates = PolicyUpdates(training, loop, engine, policy, reference, batch, step, critic)
             advantages = updates.make()
 

@@ -19,10 +19,11 @@ from rlhf_core.training.algorithms.aggregation import Stats
 from rlhf_core.training.algorithms.objective import MicroBatch, StepSums
 from rlhf_core.training.algorithms.ppo import value_loss
 from rlhf_core.training.data.batches import SequenceBatch
+from rlhf_core.training.distributed import SequenceGroup
 from rlhf_core.training.models.adapters import add_adapter
 from rlhf_core.training.models.causal_lm import in_evaluation_mode
 from rlhf_core.training.models.gathering import save_weights
-from rlhf_core.training.models.packing import can_pack, hidden_of_targets
+from rlhf_core.training.models.packing import can_pack, hidden_of_targets, require_shared_rows, values_of_targets
 from rlhf_core.training.trainers.context import Loop
 from rlhf_core.training.trainers.engine import Engine, learning_rate
 
@@ -33,10 +34,15 @@ WEIGHTS = "model.safetensors"
 class ValueModel(nn.Module):
     """The layers of a language model with a scalar head, whose output is 0 at first."""
 
-    def __init__(self, causal_lm: PreTrainedModel) -> None:
-        """Take over the layers of ``causal_lm`` and drop its head."""
+    def __init__(self, causal_lm: PreTrainedModel, sequence: SequenceGroup | None = None) -> None:
+        """Take over the layers of ``causal_lm`` and drop its head.
+
+        Args:
+            sequence: ranks that share the tokens of each pass; all of them make the same passes.
+        """
         super().__init__()
         self._packs = False
+        self.sequence = sequence
         self.layers: PreTrainedModel = causal_lm.base_model
         embeddings: Any = causal_lm.get_input_embeddings()
         self.head = nn.Linear(int(embeddings.weight.shape[1]), 1, device=causal_lm.device, dtype=causal_lm.dtype)
@@ -46,10 +52,15 @@ class ValueModel(nn.Module):
     def try_passes(self) -> None:
         """Find out in a few passes whether sequences can be packed, once the weights are where they are used.
 
-        Collective if the model is split.
+        Collective if the model is split, or ranks share its tokens.
+
+        Raises:
+            BadConfig: its tokens cannot be shared.
         """
         with in_evaluation_mode(self.layers):
             self._packs = can_pack(self.layers)
+            if self.sequence is not None:
+                require_shared_rows(self.layers, self.sequence, packs=self._packs)
 
     def forward(self, input_ids: Tensor, target_mask: Tensor) -> Tensor:
         """Compute the value before each token.
@@ -62,10 +73,9 @@ class ValueModel(nn.Module):
             ``[B, T-1]`` float32 (float64 for a float64 model), 0 where ``target_mask`` is false: position ``t`` holds
             the value of the state in which token ``t+1`` is chosen.
         """
-        hidden = hidden_of_targets(self.layers, input_ids, target_mask, packed=self._packs)
+        hidden, own = hidden_of_targets(self.layers, input_ids, target_mask, packed=self._packs, group=self.sequence)
         values: Tensor = self.head(hidden).squeeze(-1)
-        values = values.to(torch.promote_types(values.dtype, torch.float32))
-        return values.new_zeros(target_mask.shape).index_put(target_mask.nonzero(as_tuple=True), values)
+        return values_of_targets(values.to(torch.promote_types(values.dtype, torch.float32)), own, self.sequence)
 
 
 class Critic:
@@ -130,7 +140,11 @@ def critic_optimizer(optimizer: OptimizerSpec, algorithm: PpoSpec) -> OptimizerS
 
 
 def load_value_model(
-    causal_lm: PreTrainedModel, saved: Path | None, lora: LoraSpec | None = None, seed: int = 0
+    causal_lm: PreTrainedModel,
+    saved: Path | None,
+    lora: LoraSpec | None = None,
+    seed: int = 0,
+    sequence: SequenceGroup | None = None,
 ) -> ValueModel:
     """Build a value model on the layers of a language model, or load its saved weights.
 
@@ -140,8 +154,9 @@ def load_value_model(
         saved: folder written by :meth:`Critic.save`, if any.
         lora: adapter of the layers, if any; the head is trained in full.
         seed: seed of the adapter's initial weights.
+        sequence: ranks that share the tokens of each pass.
     """
-    model = ValueModel(causal_lm)
+    model = ValueModel(causal_lm, sequence)
     if lora is not None:
         add_adapter(model.layers, lora, seed)
     if saved is not None:

@@ -79,6 +79,7 @@ def run_trainer(context: WorkerContext) -> RoleResult:
 def train_run(context: WorkerContext, ranks: Ranks) -> RoleResult:
     """Run :func:`run_trainer` within an existing process group."""
     spec = context.spec
+    ranks = ranks.sharing_rows(spec.native_trainer.sequence_parallel)
     # Started first: their processes import the functions of the user while the model loads.
     with (
         contextlib.closing(RewardScorer(spec, ranks.rank)) as scorer,
@@ -181,15 +182,18 @@ def _train_loop(
     begun = state if state and state.progress.step >= loop.first_step else None
     training.beat(Phase.SETUP)  # loading and splitting models may take longer than a silence of the phase before
     with kept_random_state(ranks.device):
-        policy = RewardModel(model) if loop.algorithm.ranks_completions else PolicyModel(model, tried=False)
+        policy: PolicyModel | RewardModel
+        if loop.algorithm.ranks_completions:
+            policy = RewardModel(model, ranks.sequence)
+        else:
+            policy = PolicyModel(model, tried=False, sequence=ranks.sequence)
         policy.train()
         if spec.native_trainer.gradient_checkpointing:
             use_gradient_checkpointing(model)
         second_adapter = models.adapter_reference(loop, policy)
         # Before other models are loaded: under ZeRO 3, a rank then holds no more than one whole model at a time.
         engine = Engine(policy, loop.spec.optimizer, spec.model.dtype, ranks, spec.native_trainer, models.beat)
-        if isinstance(policy, PolicyModel):
-            policy.try_passes()
+        policy.try_passes()
         reference = second_adapter or models.reference(loop)
         critic = models.critic(loop, begun)
         # Loaded once: running statistics of their scores continue from one loop to the next.
@@ -303,7 +307,8 @@ class _Models:
         """The policy as it was at the start of the loop, as a model of its own, if the algorithm needs it."""
         if not loop.algorithm.reference:
             return None
-        reference = PolicyModel(self._causal_lm(self.before(loop)), tried=False).requires_grad_(False).eval()
+        model = self._causal_lm(self.before(loop))
+        reference = PolicyModel(model, tried=False, sequence=self._ranks.sequence).requires_grad_(False).eval()
         split_frozen(reference, self._spec.model.dtype, self._ranks, self._spec.native_trainer, self.beat)
         reference.try_passes()
         return reference
@@ -321,7 +326,7 @@ class _Models:
         # An adapter is saved without its base weights, which are those that the loop began with.
         source = saved.model if saved is not None and lora is None else self.before(loop)
         base = self._causal_lm(source, self._initial)
-        model = load_value_model(base, saved.critic if saved else None, lora, spec.seed)
+        model = load_value_model(base, saved.critic if saved else None, lora, spec.seed, self._ranks.sequence)
         self._place(model)
         model.train()
         if spec.native_trainer.gradient_checkpointing:

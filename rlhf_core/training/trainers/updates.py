@@ -34,7 +34,7 @@ _SCORED, _ALL = -2, -1
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One rank's ``B`` completions that a step trains on."""
+    """The ``B`` completions that a step trains on: one rank's, or those of all ranks that share rows with it."""
 
     prompts: Sequence[Sequence[int]]
     """Prompt tokens of each completion."""
@@ -124,7 +124,7 @@ class PolicyUpdates:
         own = [float(rewards.sum()), float(rewards.square().sum())]
         for group in groups:
             own += [float(trained[_index(group)].sum()), len(group), len(self._micro_batches(group))]
-        columns = list(zip(*self._training.ranks.gather_numbers(own), strict=True))
+        columns = list(zip(*self._training.ranks.numbers_of_replicas(own), strict=True))
         total, squares = sum(columns[0]), sum(columns[1])
         sums = [
             StepSums(sum(tokens), sum(sequences), total, squares, longest)
@@ -154,7 +154,7 @@ class PolicyUpdates:
         if advantages.returns is not None and sampled.values is not None:
             returns = advantages.returns[sampled.trained]
             own += moments(returns) + moments(returns - sampled.values[sampled.trained])
-        found = self._training.ranks.sum(own)
+        found = self._training.ranks.sum_over_replicas(own)
         if advantages.returns is not None:
             self._step.metrics.shared("value/explained_variance", explained_variance(found[3:]))
         if unit == "no":
