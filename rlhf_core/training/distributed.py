@@ -115,8 +115,11 @@ class Ranks:
     def _ranks_per_replica(self) -> int:
         return self.sequence.size if self.sequence is not None else 1
 
-    def sharing_rows(self, sequence_parallel: int) -> "Ranks":
+    def sharing_rows(self, sequence_parallel: int, timeout: timedelta | None = None) -> "Ranks":
         """The same ranks, of which ``sequence_parallel`` consecutive ones share each row. Collective.
+
+        Args:
+            timeout: longest wait in a collective of theirs; torch's own if omitted.
 
         Raises:
             BadConfig: their number is not a multiple of it.
@@ -129,7 +132,7 @@ class Ranks:
         if sequence_parallel == 1:
             return replace(self, sequence=None)
         with self.collective():
-            own, _ = dist.new_subgroups(sequence_parallel)
+            own, _ = dist.new_subgroups(sequence_parallel, timeout=timeout)
         return replace(self, sequence=SequenceGroup(self.rank % sequence_parallel, sequence_parallel, own))
 
     @contextlib.contextmanager

@@ -4,7 +4,7 @@ Each rank makes a pass over a short row, which allocates gradients, and then for
 peak resident memory of the second, less that between the two, is the memory of activations and logits. The estimate is
 that of preflight.
 
-Usage: bench_sequence_parallel.py [--tokens 2048] [--hidden 256] [--layers 4] [--checkpointing]
+Usage: bench_sequence_parallel.py [--tokens 8192] [--hidden 256] [--layers 4] [--checkpointing]
 """
 
 import argparse
@@ -75,7 +75,7 @@ def measured(
 def main() -> None:
     """Print one line per number of ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=2048, help="tokens of the row")
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens of the row")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations")

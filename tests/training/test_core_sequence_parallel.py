@@ -5,6 +5,7 @@ processes.
 """
 
 import copy
+import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -44,7 +45,6 @@ pytestmark = pytest.mark.training
 
 WIDE: dict[str, JsonValue] = {**QWEN, "num_attention_heads": 4, "num_key_value_heads": 2}
 """Four heads, so that four ranks can share a row, of which two then have the same keys and values."""
-PAD = char_tokenizer().pad_token_id
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +72,7 @@ class Threads:
 
     def __post_init__(self) -> None:
         self.sent = [None] * self.size
-        self.barrier = threading.Barrier(self.size, timeout=60)
+        self.barrier = threading.Barrier(self.size)
 
     def exchange(self, rank: int, content: Tensor) -> list[Tensor]:
         """Contents of all threads."""
@@ -103,8 +103,16 @@ def in_groups(size: int, act: Callable[[SequenceGroup | None], Any]) -> list[Any
     if size == 1:
         return [act(None)]
     threads = Threads(size)
+
+    def on_rank(rank: int) -> Any:
+        try:
+            return act(ThreadGroup(rank, size, threads))
+        except BaseException:
+            threads.barrier.abort()  # the others do not wait for it
+            raise
+
     with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(lambda rank: act(ThreadGroup(rank, size, threads)), range(size)))
+        return list(pool.map(on_rank, range(size)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -135,19 +143,23 @@ def parsed(spec: dict[str, Any]) -> AlgorithmSpec:
     return found
 
 
-REFERENCE = PolicyModel(model(seed=2)).requires_grad_(False)
+@functools.cache
+def reference() -> PolicyModel:
+    """The reference of every algorithm that has one."""
+    return PolicyModel(model(seed=2)).requires_grad_(False)
 
 
 def of_rows(spec: dict[str, Any]) -> Case:
     """An algorithm that learns from rows."""
     algorithm = parsed(spec)
     rows, objective = examples(algorithm), ALGORITHMS[algorithm.name]
+    frozen = reference() if algorithm.reference else None
     num_tokens, num_sequences, num_chosen = step_sums(rows, algorithm)
     sums = StepSums(num_tokens, num_sequences, num_chosen_tokens=num_chosen, measured={"mismatched": 0.3})
 
     def loss_of(trained: nn.Module, part: Sequence[int]) -> Tensor:
-        batch, made = make_batch([rows[index] for index in part], algorithm, PAD)
-        output = score_batch(trained, REFERENCE if algorithm.reference else None, batch, made, algorithm)
+        batch, made = make_batch([rows[index] for index in part], algorithm, char_tokenizer().pad_token_id)
+        output = score_batch(trained, frozen, batch, made, algorithm)
         return objective.loss(output, made, sums, algorithm)[0]
 
     if algorithm.ranks_completions:
@@ -160,7 +172,11 @@ def of_rows(spec: dict[str, Any]) -> Case:
 def sampled_rows(part: Sequence[int]) -> SequenceBatch:
     """Completions of different lengths, of which three share a prompt."""
     prompts = [[5 + 7 * (row // 3), 6, 9][: 1 + row // 3] for row in part]
-    return collate(prompts, [[20 + (3 * row + at) % 60 for at in range(1 + (5 * row) % 7)] for row in part], PAD)
+    return collate(
+        prompts,
+        [[20 + (3 * row + at) % 60 for at in range(1 + (5 * row) % 7)] for row in part],
+        char_tokenizer().pad_token_id,
+    )
 
 
 def columns_of(part: Sequence[int], batch: SequenceBatch, phase: float) -> Tensor:
@@ -180,12 +196,13 @@ def of_samples(name: str) -> Case:
     """An algorithm that samples."""
     algorithm = parsed({"name": name, "kl_coefficient": 0.1})
     objective, sums = ALGORITHMS[name], sums_of_samples()
+    frozen = reference() if algorithm.reference else None
 
     def loss_of(trained: nn.Module, part: Sequence[int]) -> Tensor:
         batch = sampled_rows(part)
         output, _ = scored(
             trained,
-            REFERENCE if algorithm.reference else None,
+            frozen,
             batch.input_ids,
             batch.target_mask,
             temperature=0.9,

@@ -937,7 +937,7 @@ def test_a_state_file_cannot_run_code(run_dir: RunDir, ranks: Ranks, model: Any)
     [
         {"train": {"num_steps": 100}},
         {"train": {"micro_batch_size": 1, "gradient_checkpointing": True, "log_samples_every": 0}},
-        {"trainer": {"zero_stage": 3, "offload": "parameters"}},
+        {"trainer": {"zero_stage": 3, "offload": "parameters", "sequence_parallel": 2}},
         {"rollout": {"batch_size": 7}},
         {"grpo": {"measure_kl": False}},
         {"evaluate": {"num_prompts": 3}},

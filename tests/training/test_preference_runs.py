@@ -150,12 +150,13 @@ def runs_of(group: TrainingGroup) -> dict[str, Any]:
 
 
 def evaluated_runs(rank: int, num_ranks: int, folder: str) -> list[str]:
-    """Scenario: role evaluator on two of the runs. Each has a rendezvous of its own: a port is not free at once."""
+    """Scenario: role evaluator on two of the runs, on the second with rows that both ranks share. Each has a rendezvous
+    of its own: a port is not free at once."""
     from rlhf_core.training.evaluation.run import run_evaluator
 
     results = []
-    for name, algorithm in (("warm", IPO), ("ranker", RANKER)):
-        context = make_context(f"{folder}/{name}", spec_of(algorithm, warm=True, **WARM), rank, num_ranks)
+    for name, spec in (("warm", spec_of(IPO, warm=True, **WARM)), ("ranker", shared(SHARED["ranker"]))):
+        context = make_context(f"{folder}/{name}", spec, rank, num_ranks)
         results.append(str(run_evaluator(dataclasses.replace(context, store=Path(folder) / f"{name}-store"))))
     return results
 

@@ -42,6 +42,7 @@ def _without_changeable_settings(part: dict[str, Any]) -> dict[str, Any]:
     for name in (
         "zero_stage",
         "offload",
+        "sequence_parallel",
         "micro_batch_size",
         "micro_batch_tokens",
         "gradient_checkpointing",

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -14,7 +15,7 @@ from rlhf_core.schemas.reports import Phase
 from rlhf_core.training.checkpoints.resume import best_checkpoint, newest_checkpoint
 from rlhf_core.training.checkpoints.soundness import agree, initial_folder, reference_folder, verify_checkpoint
 from rlhf_core.training.data.tokenizers import load_tokenizer
-from rlhf_core.training.distributed import Ranks, init_process_group, leave_process_group
+from rlhf_core.training.distributed import Ranks, collective_timeout, init_process_group, leave_process_group
 from rlhf_core.training.environments.pool import EnvironmentPool
 from rlhf_core.training.evaluation.evaluator import Evaluator, are_written, load_evaluator, write_reports
 from rlhf_core.training.models.adapters import base_of, is_adapter
@@ -40,7 +41,10 @@ def run_evaluator(context: WorkerContext) -> RoleResult:
     """
     spec, reporter = context.spec, context.reporter
     reporter.beat(Phase.SETUP, 0)
-    ranks = init_process_group(context).sharing_rows(spec.ranks_per_row)
+    ranks = init_process_group(context)
+    # There may be more evaluators than trainers, so another number of them.
+    ranks_per_row = math.gcd(spec.ranks_per_row, ranks.num_ranks)
+    ranks = ranks.sharing_rows(ranks_per_row, collective_timeout(spec.supervise))
     initial = initial_folder(spec, context.run_dir)
     checkpoint = checkpoint_to_evaluate(context, ranks, initial)
     reporter.beat(Phase.SETUP, checkpoint.step)

@@ -33,7 +33,7 @@ from rlhf_core.training.data.examples import Scorer
 from rlhf_core.training.data.loading import DataReport, EncodedPrompts, encode_prompts, load_data
 from rlhf_core.training.data.same_rows import require_same_rows
 from rlhf_core.training.data.tokenizers import load_tokenizer
-from rlhf_core.training.distributed import Ranks, init_process_group, leave_process_group
+from rlhf_core.training.distributed import Ranks, collective_timeout, init_process_group, leave_process_group
 from rlhf_core.training.environments.pool import EnvironmentPool
 from rlhf_core.training.evaluation.evaluator import are_written, load_evaluator, write_reports
 from rlhf_core.training.models.adapters import (
@@ -79,7 +79,7 @@ def run_trainer(context: WorkerContext) -> RoleResult:
 def train_run(context: WorkerContext, ranks: Ranks) -> RoleResult:
     """Run :func:`run_trainer` within an existing process group."""
     spec = context.spec
-    ranks = ranks.sharing_rows(spec.native_trainer.sequence_parallel)
+    ranks = ranks.sharing_rows(spec.ranks_per_row, collective_timeout(spec.supervise))
     # Started first: their processes import the functions of the user while the model loads.
     with (
         contextlib.closing(RewardScorer(spec, ranks.rank)) as scorer,
