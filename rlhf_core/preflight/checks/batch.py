@@ -86,8 +86,8 @@ def _set_it(numbers: str) -> str:
 
 
 def _mixes_otherwise(config: Mapping[str, Any]) -> str:
-    """How a model mixes tokens, or places them, so that ranks cannot share them; empty if not known. Setup finds the
-    rest."""
+    """Part of a model that mixes or places tokens so that ranks cannot share them; empty if none is known. Setup finds
+    the others."""
     kinds = sorted({str(kind) for kind in config.get("layer_types") or ()} - {"full_attention"})
     if kinds:
         return f"layers of the kind {', '.join(kinds)}"
