@@ -8,7 +8,7 @@ import preloaded  # noqa: F401 - with its own imports, and its way to exit
 
 from rlhf_core.garbage import uncollected
 from rlhf_core.schemas.rollouts import VllmSettings
-from rlhf_core.training.rollouts.vllm.engine import _environment
+from rlhf_core.training.rollouts.vllm.process_state import process_variables
 
 MODULES = (
     "vllm",
@@ -20,7 +20,7 @@ MODULES = (
     "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
 )
 
-os.environ.update(_environment(VllmSettings(), "float32", on_gpu=False))  # as when an engine imports it
+os.environ.update(process_variables(VllmSettings(), "float32", on_gpu=False))  # as when an engine imports it
 with uncollected():
     for _module in MODULES:
         importlib.import_module(_module)

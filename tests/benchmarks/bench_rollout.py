@@ -11,7 +11,7 @@ Share of the ideal: tokens/s with two engines divided by twice those with one. P
 of prompts of 512 to 1024 tokens, with vLLM. Tail: the time in which the last tenth of the prompts is answered, divided
 by that of the rollout, for prompts whose lengths have a heavy tail; longest first as in a run, and in the given order.
 Several turns: 32 rollouts of four turns with an environment whose answers take unevenly long (``uneven_tools.py``), in
-rounds and with each rollout going on by itself, over two engines. Steps ahead: 12 steps of 16 completions of very
+rounds and with each rollout going on by itself, over two engines. Steps ahead: 8 steps of 16 completions of very
 different lengths, with weights sent at each and a training time in which the trainer only waits, as one on GPUs of its
 own does; two vLLM engines.
 """
@@ -52,10 +52,9 @@ TURNS_TOKENS = 260
 """Tokens of four turns and the observations between them, at most."""
 TURN_ENDS = tuple("aeiou0123")
 """Strings that end a turn; of the random model, after a dozen tokens on average."""
-STEPS, STEP_TOKENS, TRAINING_S = 12, 768, 0.2
-"""Steps ahead: number of steps, longest completion, and seconds of an update."""
-STEP_ENDS = ("e",)
-"""String that ends a completion; of the random model, after about a hundred tokens, or several times as many."""
+STEPS, STEP_TOKENS, TRAINING_S = 8, 512, 0.5
+"""Steps ahead: number of steps, longest completion, and seconds of an update. The random model ends a completion after
+about 150 tokens on average."""
 Measure = Callable[[int], Round]
 """Function that makes one rollout of the turn with this number."""
 
@@ -171,7 +170,6 @@ def compare_bounds(cores: Sequence[int], repeats: int, root: Path) -> None:
         for turn in range(repeats + 1):
             for bound, seconds in found.items():
                 loads = [load_of([16] * 8, turn * STEPS + step, STEP_TOKENS, 2) for step in range(STEPS)]
-                loads = [replace(one, sampling=replace(one.sampling, stop=STEP_ENDS, batch_size=64)) for one in loads]
                 trainer = engines.trainer(2, next(starts), max_staleness=bound)
                 measured = seconds_of_steps(trainer, bound, loads, TRAINING_S)
                 if turn:

@@ -36,7 +36,8 @@ from rlhf_core.training.rollouts.completion_end import StopSearch, StopStrings
 from rlhf_core.training.rollouts.open_completion import OpenCompletion
 from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
 from rlhf_core.training.rollouts.vllm import verification
-from rlhf_core.training.rollouts.vllm.engine import VllmEngine, _environment, _stopped_at
+from rlhf_core.training.rollouts.vllm.engine import VllmEngine, _stopped_at
+from rlhf_core.training.rollouts.vllm.process_state import process_variables
 from rlhf_core.training.trainers.run import run_trainer
 from rlhf_core.training.types import Completion, NullReporter
 
@@ -458,7 +459,7 @@ def test_float32_is_not_rounded_on_gpus(
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("TRITON_F32_DEFAULT", raising=False)
-    for name, value in _environment(VllmSettings(), dtype, on_gpu=True).items():
+    for name, value in process_variables(VllmSettings(), dtype, on_gpu=True).items():
         monkeypatch.setenv(name, value)
     assert (".tf32" in instructions()) is is_rounded
 

@@ -35,6 +35,7 @@ from rlhf_core.training.rollouts.engine_adapter import given_weights
 from rlhf_core.training.rollouts.open_completion import OpenCompletion
 from rlhf_core.training.rollouts.shared_tensors import buckets_of_places, place_of
 from rlhf_core.training.rollouts.vllm.adapter import VllmAdapter, use_products
+from rlhf_core.training.rollouts.vllm.process_state import kept_threads, process_variables
 from rlhf_core.training.rollouts.vllm.processes import EngineProcesses, starting_in
 from rlhf_core.training.rollouts.vllm.transformers_classes import kept_classes
 from rlhf_core.training.rollouts.vllm.verification import VersionCheck
@@ -89,7 +90,7 @@ class VllmEngine:
         self._end_ids = end_ids_of(folder, tokenizer)
         self.version: int | None = None
         self.continuous = None
-        os.environ.update({**_environment(settings, dtype, on_gpu), **variables})
+        os.environ.update({**process_variables(settings, dtype, on_gpu), **variables})
         if not on_gpu:
             torch._dynamo.config.disable = True  # the variable is too late where torch's compiler is already imported
         self._adapter = None if lora is None else VllmAdapter(lora)
@@ -107,7 +108,7 @@ class VllmEngine:
         # A process that does not compute stays off the GPUs: otherwise vLLM spawns its workers instead of forking them.
         device = torch.device("cuda" if on_gpu and not self._is_split else "cpu")
         starting = contextlib.nullcontext() if scratch is None else starting_in(scratch, represent)
-        with _kept_threads(), kept_random_state(device), kept_classes(), starting:
+        with kept_threads(), kept_random_state(device), kept_classes(), starting:
             from vllm import LLM  # only runs with this engine need it, and the import takes seconds
 
             if self._adapter is not None and not on_gpu and not self._is_split:
@@ -402,31 +403,3 @@ def _sampled(output: Any) -> tuple[list[int], list[float]]:
     """Tokens of an output of vLLM, and their log-probabilities."""
     tokens = list(output.token_ids)
     return tokens, [row[token].logprob for row, token in zip(output.logprobs, tokens, strict=True)]
-
-
-def _environment(settings: VllmSettings, dtype: str, on_gpu: bool) -> dict[str, str]:
-    """Variables that vLLM, and Triton in it, read on import and later."""
-    common = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-    }
-    if on_gpu:
-        # In float32, vLLM's attention is written in Triton, which would round its factors to the 10 bits of TF32.
-        return common | ({"TRITON_F32_DEFAULT": "ieee"} if dtype == "float32" else {})
-    return common | {
-        "VLLM_CPU_KVCACHE_SPACE": str(settings.cpu_cache_gb),
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer uses the threads too
-        "TORCH_COMPILE_DISABLE": "1",  # half a minute of compilation for kernels that eager mode does not use
-    }
-
-
-@contextlib.contextmanager
-def _kept_threads() -> Iterator[None]:
-    """Keep the trainer's threads: vLLM on CPU replaces the function that sets them."""
-    set_threads, number = torch.set_num_threads, torch.get_num_threads()
-    try:
-        yield
-    finally:
-        torch.set_num_threads = set_threads
-        torch.set_num_threads(number)
