@@ -368,7 +368,7 @@ def test_memory_is_used_again_with_completions_in_flight_of_another_size(
     num_tokens = [50_000, 60_000, 20, 100_000, 70_000]
     for step, count in enumerate(num_tokens):
         in_flight = {"step": step, "uids": ["a"] * (count // 10), "tokens": torch.arange(count)}
-        saved = save_whole(saver, progress(step), model, ENGINE_STATE, None, in_flight)
+        saved = save_whole(saver, progress(step), model, ENGINE_STATE, None, [in_flight])
         verify_checkpoint(saved, spec_with(), ranks)
         (found,) = load_trainer_state(saved, ranks).in_flight
         assert torch.equal(found.pop("tokens"), in_flight.pop("tokens"))
@@ -387,7 +387,7 @@ def test_with_as_many_ranks_each_reads_its_own_completions_in_flight(
     checkpoint = CheckpointDir(tmp_path, 4)
     checkpoint.trainer_state.mkdir()
     for rank in range(2):
-        state = {"progress": progress(4).model_dump(mode="json"), "random": None, "in_flight": {"step": rank}}
+        state = {"progress": progress(4).model_dump(mode="json"), "random": None, "in_flight": [{"step": rank}]}
         tensors, metadata = tensor_files.flattened(state)
         tensor_files.write_tensors(state_file(checkpoint, rank), tensors, metadata, lambda: None)
     write_model(
