@@ -179,7 +179,7 @@ def test_without_shards_a_node_gets_the_states_of_all_ranks(folder: Path) -> Non
 def test_a_value_model_comes_from_the_same_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of the checkpoint on disk is read, which was not verified."""
     monkeypatch.setattr(run_module, "Engine", Mock())
-    ranks = Mock(device=torch.device("cpu"))
+    ranks = Mock(device=torch.device("cpu"), sequence=None)
     context = make_context(str(tmp_path / "run"), spec_of("ppo"), 0, 1, restart=1)
     tokenizer = build_tokenizer("char", [], 0)
     policy, memory = build_causal_lm(tiny_spec()["model"]["config"], tokenizer, 0), CheckpointDir(tmp_path, 4)

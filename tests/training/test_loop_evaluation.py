@@ -270,6 +270,9 @@ class SumOfTokens(torch.nn.Module):  # type: ignore[name-defined,misc]
         super().__init__()
         self.passes: list[tuple[int, int]] = []
 
+    def try_passes(self) -> None:
+        """Do nothing: a sum needs no layers."""
+
     def forward(self, input_ids: Any) -> Any:
         self.passes.append((len(input_ids), input_ids.shape[1]))
         return input_ids.sum(1).float()
@@ -354,7 +357,7 @@ def test_the_held_out_loss_is_that_of_a_step_with_all_held_out_rows(ranks: Ranks
         expected, _ = ALGORITHMS[main.name].loss(output, sequences, sums, main)
 
     with (
-        mock.patch.object(evaluation, "RewardModel", lambda made: made),
+        mock.patch.object(evaluation, "RewardModel", lambda made, _: made),
         mock.patch.object(evaluation, "require_embeddings"),
     ):
         reports = {report.name: report for report in evaluator.run(model, "after", 6, lambda: None, reference)}
