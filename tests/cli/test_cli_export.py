@@ -39,14 +39,6 @@ LOSS = {1: 2.0, 2: 1.5, 3: 1 / 3 + 1.1, 4: 1.35, **{step: 1 / step + 2 for step 
 ENDS = {1: 10, 2: 12, 3: 22, 4: 24, **{step: 30 + 2 * step for step in range(5, 11)}}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _new_service() -> None:
-    """End the service of wandb in this process, in which tests of another file may have left a run of the same id."""
-    import wandb
-
-    wandb.teardown()
-
-
 @pytest.fixture
 def run() -> RunFiles:
     """A whole run with two rewinds, known to the history."""

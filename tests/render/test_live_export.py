@@ -315,6 +315,9 @@ def test_a_wandb_server_that_is_away_is_named(
     follower = RunFollower(store, run.run_id, WandbServerRun("http://127.0.0.1:9", run.run_id))
     with pytest.raises(BadInput, match=r"W&B at http://127\.0\.0\.1:9 does not take the export"):
         follower.update()
+    import wandb
+
+    wandb.teardown()  # its service, which tests of this process share, would keep the id as in use
 
 
 # ---------------------------------------------------------------------------------------------------------------------
