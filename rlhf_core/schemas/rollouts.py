@@ -267,6 +267,11 @@ class RolloutSpec(Schema):
         return self
 
     @property
+    def spans_weights(self) -> bool:
+        """True if completions in flight continue with the weights of later steps."""
+        return self.max_staleness > 1
+
+    @property
     def gpus_per_engine(self) -> int:
         """GPUs of each engine; without GPUs, its processes."""
         return self.vllm.tensor_parallel if self.engine == "vllm" else 1

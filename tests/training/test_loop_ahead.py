@@ -20,6 +20,7 @@ from rlhf_core.errors import EnginesLost, ToolFailed, WorkerError
 from rlhf_core.files.appended import read_models
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.reports import Phase, SampleLine
+from rlhf_core.schemas.rollouts import RolloutSpec
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.rollouts.base import Sampling
 from rlhf_core.training.rollouts.prompts import PromptList
@@ -260,7 +261,8 @@ def test_completions_that_are_too_old_are_sampled_again(results: list[dict[str, 
 def test_completions_are_saved_though_the_rest_is_lost(lost: WorkerError) -> None:
     """Otherwise a run would lose the steps since the checkpoint before."""
     made = Completion([1, 2], "text", True, [-1.0, -2.0], weight_version=3)
-    training, loop = mock.Mock(**{"spec.rollout.max_staleness": 1}), mock.Mock(**{"algorithm.sampling_rounds": 1})
+    training = mock.Mock(**{"spec.rollout": RolloutSpec(max_staleness=1)})
+    loop = mock.Mock(**{"algorithm.sampling_rounds": 1})
     training.rollouts.continuous.wait.side_effect = lost
     sampler = StepSampler(training, loop, mock.Mock())
     prompts = [Prompt(Row(uid, "", "", "", {}), [1], [1]) for uid in "ab"]
@@ -289,7 +291,8 @@ class Order:
 def sampled_steps(order: Order, steps: range, saved: list[dict[str, Any]], *, rounds: int) -> StepSampler:
     """Sample some steps of ten, two rows and some rounds each, with prompts of two further steps in flight."""
     made = Completion([1], "", True, [0.0])
-    training = mock.MagicMock(**{"spec.rollout.max_staleness": 2, "spec.seed": 1, "take_rows": order.take_rows})
+    rollout = RolloutSpec(max_staleness=2)
+    training = mock.MagicMock(**{"spec.rollout": rollout, "spec.seed": 1, "take_rows": order.take_rows})
     type(training).position = mock.PropertyMock(
         side_effect=lambda *value: setattr(order, "position", *value) if value else order.position
     )

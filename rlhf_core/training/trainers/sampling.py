@@ -151,7 +151,7 @@ class StepSampler:
         self._model = model
         self._max_staleness = training.spec.rollout.max_staleness
         self._ahead = training.rollouts.continuous if self._max_staleness else None
-        self._spans_weights = self._max_staleness > 1
+        self._spans_weights = training.spec.rollout.spans_weights
         self._begun: deque[BegunBatch] = deque()
         self._last_taken = 0
         self._saved = kept_completions(saved)

@@ -123,7 +123,7 @@ class BackgroundRollout:
         try:
             await self.rollout.run()
         finally:
-            # What is left is sampled with other weights, and all turns of a completion have the same.
+            # What is left is begun anew, with other weights: engines that had these are lost.
             self.dispatcher.end(self._advance)
 
     def _advance(self) -> None:

@@ -41,7 +41,6 @@ class RemoteEngines:
         self._weights = EngineWeights(context, ranks, self._registry)
         self._num_rollouts = 0
         self._counts = dict.fromkeys(COUNTS, 0.0)
-        self._spans_weights = self._spec.max_staleness > 1
         self.continuous = ContinuousRollouts(self._dispatcher, self._begun_rollout, self._complete, self._finish)
 
     @property
@@ -72,7 +71,7 @@ class RemoteEngines:
         another rank's prompts.
         """
         beat()  # its phase tells the agent that silence from here on may be a wait for engines
-        if self._spans_weights:
+        if self._spec.spans_weights:
             self.continuous.begin_change()
             yield
             self.continuous.end_change(self._weights.id)
@@ -143,7 +142,7 @@ class RemoteEngines:
 
     def _begun_rollout(self, dispatcher: Dispatcher, beat: Callable[[], None]) -> RemoteRollout:
         """Create a rollout in parallel to training, which replaces the weights that the model holds now."""
-        return self._rollout(dispatcher, beat, spans_weights=self._spans_weights)
+        return self._rollout(dispatcher, beat, spans_weights=self._spec.spans_weights)
 
     def _finish(self, dispatcher: Dispatcher, beat: Callable[[], None]) -> None:
         """Sample what a finished background rollout has left over. Collective."""
