@@ -1,8 +1,9 @@
 """SGLang engines, with a stand-in for the server: SGLang itself needs GPUs, and was not run."""
 
+import asyncio
 import json
 import signal
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -117,6 +118,42 @@ def test_an_end_token_in_the_last_place_ends_the_completion(last: int, reason: s
     completion = answered_completion({"meta_info": made}, char_tokenizer(), [END], UNBEGUN)
     assert (completion.token_ids, completion.finished) == ([30, last], finished)
     assert completion.text == char_tokenizer().decode([30] if finished else [30, last])
+
+
+def test_a_paused_completion_is_continued_after_its_tokens(
+    sampler: SglangSampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rest is another request, with other random numbers. What the first one sends afterwards is not used."""
+    asked: list[dict[str, Any]] = []
+
+    def line(tokens: list[int], reason: str | None) -> bytes:
+        sampled = [[-0.1 * token, token, None] for token in tokens]
+        facts = {"finish_reason": reason and {"type": reason}, "output_token_logprobs": sampled}
+        return f"data: {json.dumps({'meta_info': facts})}\n\n".encode()
+
+    async def endless() -> AsyncIterator[bytes]:
+        yield line([4, 5], None)
+        await asyncio.Event().wait()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(json.loads(request.content))
+        return httpx.Response(200, content=endless() if len(asked) == 1 else line([6], "length"))
+
+    stream = httpx.AsyncClient(base_url="http://engine", transport=httpx.MockTransport(answer))
+    monkeypatch.setattr(sampler, "_stream", stream)
+    sampler.submit(SamplerRequest(1, PROMPTS[0], [7], DRAWN))
+    until(lambda: sampler._requests[1, 0].sampled)
+    sampler.pause()
+    assert sampler.num_waiting == 1
+    sampler.resume()
+    done: list[tuple[int, list[Completion]]] = []
+    until(lambda: done.extend(sampler.step(no_beat)) or done)
+    ((_, (made,)),) = done
+    assert (made.token_ids, made.logprobs) == ([4, 5, 6], pytest.approx([-0.4, -0.5, -0.6]))
+    assert [one["input_ids"] for one in asked] == [PROMPTS[0], [*PROMPTS[0], 4, 5]]
+    limits = [one["sampling_params"]["max_new_tokens"] for one in asked]
+    assert limits == [DRAWN.max_new_tokens, DRAWN.max_new_tokens - 2]
+    assert len({one["sampling_params"]["sampling_seed"] for one in asked}) == 2
 
 
 def test_no_weights_of_the_model_folder_are_copied_to_main_memory(tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 """An unfinished completion of an engine that samples each one separately, also over several versions of the weights."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.training.rollouts.base import Sampling
-from rlhf_core.training.rollouts.completion_end import StopSearch
+from rlhf_core.training.rollouts.completion_end import StopSearch, stop_strings
 from rlhf_core.training.rollouts.seeds import derived_seed
 
 
@@ -21,8 +23,16 @@ class OpenCompletion:
     sampling: Sampling
     search: StopSearch | None
     """Search for its stop strings, if it has any."""
-    tokens: Sequence[int] = ()
-    logprobs: Sequence[float] = ()
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+
+    @staticmethod
+    def begin(
+        tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], seed: int, sampling: Sampling
+    ) -> "OpenCompletion":
+        """Begin one without tokens."""
+        search = StopSearch(stop_strings(tokenizer, sampling.stop)) if sampling.stop else None
+        return OpenCompletion(prompt, seed, sampling, search)
 
     @property
     def context(self) -> list[int]:
@@ -41,7 +51,6 @@ class OpenCompletion:
         return self.sampling.max_new_tokens - len(self.tokens)
 
     def after(self, tokens: Sequence[int], logprobs: Sequence[float]) -> "OpenCompletion":
-        """The same completion with further tokens and their log-probabilities, once weights are to be replaced."""
+        """The same completion with further tokens and their log-probabilities."""
         search = None if self.search is None else StopSearch(self.search.strings)
-        kept = [*self.tokens, *tokens], [*self.logprobs, *logprobs]
-        return OpenCompletion(self.prompt, self.seed, self.sampling, search, *kept)
+        return replace(self, search=search, tokens=(*self.tokens, *tokens), logprobs=(*self.logprobs, *logprobs))

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_core.errors import StaleWeights, WorkerError
 from rlhf_core.training.rollouts.base import completion_of
 from rlhf_core.training.rollouts.checkpoint_layout import CheckpointLayout
-from rlhf_core.training.rollouts.completion_end import StopSearch, end_ids_of, stop_strings
+from rlhf_core.training.rollouts.completion_end import end_ids_of
 from rlhf_core.training.rollouts.http_clients import async_engine_http, engine_http
 from rlhf_core.training.rollouts.open_completion import OpenCompletion
 from rlhf_core.training.rollouts.response_lines import response_lines
@@ -114,10 +114,8 @@ class SglangSampler:
     def submit(self, request: SamplerRequest) -> None:
         """Accept a request."""
         self._open.add(request)
-        stop = request.sampling.stop
         for place, seed in enumerate(request.seeds):
-            search = StopSearch(stop_strings(self._tokenizer, stop)) if stop else None
-            one = OpenCompletion(request.prompt, seed, request.sampling, search)
+            one = OpenCompletion.begin(self._tokenizer, request.prompt, seed, request.sampling)
             self._requests[request.key, place] = _Request(one)
             if not self._is_paused:
                 self._send(request.key, place)
@@ -185,8 +183,8 @@ class SglangSampler:
         sampled = answer["meta_info"]["output_token_logprobs"]
         if one.search is None or length is None:
             return answered_completion(answer, self._tokenizer, ends, one)
-        tokens, logprobs = [*one.tokens, *_tokens_of(sampled)], [*one.logprobs, *_logprobs_of(sampled)]
-        return one.search.strings.completion(tokens[:length], logprobs[:length])
+        whole = one.after(_tokens_of(sampled), _logprobs_of(sampled))
+        return one.search.strings.completion(list(whole.tokens[:length]), list(whole.logprobs[:length]))
 
     async def _last_chunk(self, request: "_Request", ends: Collection[int]) -> tuple[Mapping[str, Any], int | None]:
         """The complete response: each chunk contains all tokens so far.
@@ -286,7 +284,8 @@ def answered_completion(
     tokens = _tokens_of(made)
     # SGLang compares the length first: an end token in the last place is "length".
     finished = reason == "stop" or tokens[-1] in end_ids
-    return completion_of(tokenizer, [*one.tokens, *tokens], finished, [*one.logprobs, *_logprobs_of(made)])
+    whole = one.after(tokens, _logprobs_of(made))
+    return completion_of(tokenizer, list(whole.tokens), finished, list(whole.logprobs))
 
 
 def _tokens_of(sampled: Sequence[Sequence[Any]]) -> list[int]:

@@ -30,7 +30,7 @@ from rlhf_core.schemas.model import LoraSpec
 from rlhf_core.schemas.rollouts import VllmSettings
 from rlhf_core.training.checkpoints.state import kept_random_state
 from rlhf_core.training.rollouts.base import Sampling, WeightTransfer, completion_of, require_prompts, require_version
-from rlhf_core.training.rollouts.completion_end import StopSearch, end_ids_of, stop_strings
+from rlhf_core.training.rollouts.completion_end import end_ids_of
 from rlhf_core.training.rollouts.engine_adapter import given_weights
 from rlhf_core.training.rollouts.open_completion import OpenCompletion
 from rlhf_core.training.rollouts.shared_tensors import buckets_of_places, place_of
@@ -233,8 +233,7 @@ class VllmEngine:
 
     def submit(self, name: str, prompt: Sequence[int], seed: int, sampling: Sampling) -> None:
         """Request one completion, which :meth:`step` returns by this name."""
-        search = StopSearch(stop_strings(self._tokenizer, sampling.stop)) if sampling.stop else None
-        self._open[name] = OpenCompletion(prompt, seed, sampling, search)
+        self._open[name] = OpenCompletion.begin(self._tokenizer, prompt, seed, sampling)
         if not self._is_paused:
             self._start(name)
 
@@ -393,10 +392,9 @@ def _whole(one: OpenCompletion, output: Any) -> tuple[list[int], list[float]]:
     Raises:
         NonFiniteLoss: one of these is not finite: vLLM samples on after NaN, which spoils the cache of others, too.
     """
-    tokens, logprobs = _sampled(output)
-    tokens, logprobs = [*one.tokens, *tokens], [*one.logprobs, *logprobs]
-    require_finite(logprobs)
-    return tokens, logprobs
+    whole = one.after(*_sampled(output))
+    require_finite(whole.logprobs)
+    return list(whole.tokens), list(whole.logprobs)
 
 
 def _sampled(output: Any) -> tuple[list[int], list[float]]:
