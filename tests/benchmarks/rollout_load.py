@@ -31,6 +31,7 @@ from rlhf_core.schemas.rollouts import TurnsSpec
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.environments.conversations import Conversations
 from rlhf_core.training.environments.pool import EnvironmentPool
+from rlhf_core.training.environments.rollout_steps import RolloutSteps
 from rlhf_core.training.rollouts.base import Sampling
 from rlhf_core.training.rollouts.prompts import PromptList
 from rlhf_core.training.rollouts.remote import engine as remote
@@ -130,7 +131,7 @@ def rollout(trainer: RemoteEngines, load: Load, dispatcher: type[TimedDispatcher
 def rollout_of_turns(trainer: RemoteEngines, load: Load, pool: EnvironmentPool, *, in_rounds: bool) -> Round:
     """Sample rollouts of several turns once, with version 1, which is in force."""
     ranks = Ranks(0, 1, torch.device("cpu"), NullReporter(), dist.HashStore())
-    conversations = Conversations(TURNS, ranks, pool, char_tokenizer(), {}, ())
+    conversations = Conversations(TURNS, ranks, RolloutSteps(TURNS, pool, char_tokenizer(), {}, ()))
     rows = [Row(f"{index}", "", "", "", {}) for index in range(len(load.prompts))]
     engine = mock.Mock(sample=trainer.sample, continuous=None if in_rounds else trainer.continuous)
     begin = time.perf_counter()

@@ -32,6 +32,7 @@ from rlhf_core.schemas.rollouts import TurnsSpec
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.environments.conversations import Conversations
 from rlhf_core.training.environments.pool import EnvironmentPool
+from rlhf_core.training.environments.rollout_steps import RolloutSteps
 from rlhf_core.training.rollouts.base import RolloutEngine, Sampling
 from rlhf_core.training.rollouts.remote.engine import RemoteEngines
 from rlhf_core.training.rollouts.samplers import TransformersSampler
@@ -101,7 +102,7 @@ def conversations_of(ranks: Ranks, environment: str, **settings: Any) -> Iterato
     spec = TurnsSpec(environment=f"turn_tools:{environment}", max_turn_tokens=8, **settings)
     with closing(EnvironmentPool(spec)) as pool:
         pool.describe(no_beat)
-        yield Conversations(spec, ranks, pool, char_tokenizer(), {}, ())
+        yield Conversations(spec, ranks, RolloutSteps(spec, pool, char_tokenizer(), {}, ()))
 
 
 def assert_takes_turns(engine: RolloutEngine, model: Any, version: int, ranks: Ranks) -> None:

@@ -36,6 +36,7 @@ from rlhf_core.training.environments.conversations import Conversations
 from rlhf_core.training.environments.functions import find_calls
 from rlhf_core.training.environments.open_rollout import OpenRollout
 from rlhf_core.training.environments.pool import EnvironmentPool
+from rlhf_core.training.environments.rollout_steps import RolloutSteps
 from rlhf_core.training.environments.server import TurnRequest
 from rlhf_core.training.environments.turn_source import TurnSource
 from rlhf_core.training.rewards.functions import reward_arguments
@@ -403,7 +404,7 @@ def rollout_of(
 
         (row,) = with_tools([row], pool.tools)
         row = rendered(row, tokenizer)
-        conversations = Conversations(spec, ranks, pool, tokenizer, {}, [])
+        conversations = Conversations(spec, ranks, RolloutSteps(spec, pool, tokenizer, {}, []))
         prompts = [prompt_tokens([row], tokenizer)[0].tolist()]
         seeds = [[sample_seed(0, 1, row.uid, index) for index in range(num_samples)]]
         sampling = Sampling(budget, 1.0, 8)
@@ -467,7 +468,7 @@ def test_a_sampled_token_is_never_tokenized_again(ranks: Ranks) -> None:
     row = Row("u", "x", "", "", {})
     with contextlib.closing(EnvironmentPool(spec)) as pool:
         pool.describe(no_beat)
-        conversations = Conversations(spec, ranks, pool, tokenizer, {}, [])
+        conversations = Conversations(spec, ranks, RolloutSteps(spec, pool, tokenizer, {}, []))
         prompts = [tokenizer.encode("x", add_special_tokens=False)]
         ((made,),) = conversations.sample(engine, [row], prompts, [[5]], Sampling(64, 1.0, 8), 0, no_beat)  # type: ignore[arg-type]
     sampled = [*letters, *letters, tokenizer.eos_token_id]

@@ -7,14 +7,10 @@ environments are derived from the seed of the completion, so a rollout depends n
 restarts or the order in which tools answer.
 """
 
-import copy
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from collections.abc import Callable, Sequence
 
 from rlhf_core.schemas.rollouts import TurnsSpec
 from rlhf_core.training.distributed import Ranks
@@ -29,23 +25,9 @@ from rlhf_core.training.types import Completion, Row
 class Conversations:
     """Sampling of rollouts with the tools or the environment of a run."""
 
-    def __init__(
-        self,
-        spec: TurnsSpec,
-        ranks: Ranks,
-        pool: EnvironmentPool,
-        tokenizer: PreTrainedTokenizerBase,
-        arguments: Mapping[str, Any],
-        end_ids: Sequence[int],
-    ) -> None:
-        """Args:
-        pool: tools and environments, described.
-        arguments: arguments of the chat template (``data/chat.py``).
-        end_ids: tokens that end a turn besides the end token.
-        """
+    def __init__(self, spec: TurnsSpec, ranks: Ranks, steps: RolloutSteps) -> None:
         self._spec, self._ranks = spec, ranks
-        own = copy.deepcopy(tokenizer)  # copied again and again, perhaps while another thread uses the given one
-        self._free = FreeSteps(pool, lambda pool: RolloutSteps(spec, pool, own, arguments, end_ids))
+        self._free = FreeSteps(steps)
         self._seconds = 0.0
         self._warnings: list[str] = []
         self._noted: set[str] = set()

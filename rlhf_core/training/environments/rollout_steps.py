@@ -5,7 +5,7 @@ Rollouts that are in progress at the same time in several threads, ahead of trai
 
 import copy
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from threading import Lock
 from typing import Any, Literal
 
@@ -36,14 +36,19 @@ class RolloutSteps:
     ) -> None:
         """Args:
         pool: tools and environments, described.
-        tokenizer: is copied, because two threads cannot use the same one.
+        tokenizer: is copied, as two threads cannot use the same one, and once more for :meth:`another`.
         arguments: arguments of the chat template (``data/chat.py``).
         end_ids: tokens that end a turn besides the end token.
         """
         self.pool = pool
-        self._spec, self._tokenizer = spec, copy.deepcopy(tokenizer)
+        self._spec, self._arguments, self._end_ids = spec, arguments, end_ids
+        self._tokenizer, self._unused_tokenizer = copy.deepcopy(tokenizer), copy.deepcopy(tokenizer)
         self._observations = ObservationTokens(self._tokenizer, arguments, end_ids, spec.max_observation_tokens)
         self._numbers = itertools.count()
+
+    def another(self) -> "RolloutSteps":
+        """Steps of the same rollouts for another thread, with a pool that is closed with this one's."""
+        return RolloutSteps(self._spec, self.pool.another(), self._unused_tokenizer, self._arguments, self._end_ids)
 
     def begun(
         self, index: int, row: Row, prompt: Sequence[int], seeds: Sequence[int], budget: int
@@ -161,19 +166,15 @@ class RolloutSteps:
 class FreeSteps:
     """Steps that no rollout uses; further ones are made when all are in use. For any thread."""
 
-    def __init__(self, first: EnvironmentPool, make: Callable[[EnvironmentPool], RolloutSteps]) -> None:
-        """Args:
-        first: pool of the first steps; those of others are closed with it.
-        make: makes steps with a pool.
-        """
-        self._first, self._make = first, make
-        self._free = [make(first)]
+    def __init__(self, first: RolloutSteps) -> None:
+        self._first = first
+        self._free = [first]
         self._lock = Lock()
 
     def take(self) -> RolloutSteps:
         """Take steps, until :meth:`put`."""
         with self._lock:
-            return self._free.pop() if self._free else self._make(self._first.another())
+            return self._free.pop() if self._free else self._first.another()
 
     def put(self, steps: RolloutSteps) -> None:
         """Return steps whose rollouts are over."""

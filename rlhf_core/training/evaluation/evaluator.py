@@ -26,6 +26,7 @@ from rlhf_core.training.data.same_rows import require_same_rows
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.environments.conversations import Conversations
 from rlhf_core.training.environments.pool import EnvironmentPool
+from rlhf_core.training.environments.rollout_steps import RolloutSteps
 from rlhf_core.training.evaluation.held_out import HeldOutRows, ScoredRow
 from rlhf_core.training.evaluation.intervals import mean_interval, mean_score, weighted_interval, weighted_mean
 from rlhf_core.training.evaluation.pass_at_k import mean_pass_at_k
@@ -377,7 +378,8 @@ def load_evaluator(
         conversations = None
         if pool is not None and spec.rollout.turns.are_used:
             arguments = template_arguments(spec.data.template_args, now)
-            conversations = Conversations(spec.rollout.turns, ranks, pool, tokenizer, arguments, data.end_ids)
+            steps = RolloutSteps(spec.rollout.turns, pool, tokenizer, arguments, data.end_ids)
+            conversations = Conversations(spec.rollout.turns, ranks, steps)
         return Evaluator(spec, ranks, tokenizer, data, scorer, start(), conversations)
     if spec.rollout.engine != "transformers":
         ranks.log(f"nothing is sampled in this run: rollout.engine = {spec.rollout.engine!r} is not started")
