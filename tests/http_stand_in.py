@@ -14,9 +14,9 @@ class QuietHandler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[int]:
-    """Serve on a port of this machine for the block; yields the port."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+def serving(handler: type[BaseHTTPRequestHandler], port: int = 0) -> Iterator[int]:
+    """Serve on a port of this machine for the block, a free one unless it is given; yields the port."""
+    with ThreadingHTTPServer(("127.0.0.1", port), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:

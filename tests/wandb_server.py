@@ -19,6 +19,8 @@ class WandbRuns:
     def __init__(self) -> None:
         self.history: dict[str, list[dict[str, Any]]] = {}
         self.address = ""
+        self.num_refusals = 0
+        """Runs to refuse before one is taken."""
 
     def curve(self, run_id: str, key: str) -> list[tuple[int, float]]:
         return [(row["_step"], row[key]) for row in self.history[run_id] if key in row]
@@ -51,8 +53,8 @@ class WandbRuns:
 
 
 @contextmanager
-def wandb_server() -> Iterator[WandbRuns]:
-    """Serve runs for the block."""
+def wandb_server(port: int = 0) -> Iterator[WandbRuns]:
+    """Serve runs for the block, on a free port unless it is given."""
     runs = WandbRuns()
 
     class Handler(QuietHandler):
@@ -64,7 +66,11 @@ def wandb_server() -> Iterator[WandbRuns]:
                 request = json.loads(body)
                 operation = re.search(r"(?:query|mutation)\s+(\w+)", request["query"])
                 variables = request.get("variables") or {}
-                self._send({"data": runs.answer(operation[1] if operation else "", variables)})
+                if operation and operation[1] == "UpsertBucket" and runs.num_refusals > 0:
+                    runs.num_refusals -= 1
+                    self._send({"errors": [{"message": "permission denied"}]}, 403)
+                else:
+                    self._send({"data": runs.answer(operation[1] if operation else "", variables)})
             elif self.path.endswith("/file_stream"):
                 runs.stream(self.path.split("/")[-2], json.loads(body).get("files") or {})
                 self._send({"exitcode": None, "limits": {}})
@@ -79,14 +85,14 @@ def wandb_server() -> Iterator[WandbRuns]:
             content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             return gzip.decompress(content) if self.headers.get("Content-Encoding") == "gzip" else content
 
-        def _send(self, answer: Any) -> None:
+        def _send(self, answer: Any, status: int = 200) -> None:
             content = json.dumps(answer).encode()
-            self.send_response(200)
+            self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             self.wfile.write(content)
 
-    with serving(Handler) as port:
-        runs.address = f"http://127.0.0.1:{port}"
+    with serving(Handler, port) as found:
+        runs.address = f"http://127.0.0.1:{found}"
         yield runs

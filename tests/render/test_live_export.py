@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from history_tools import RunFiles, at, ingested, whole_run
+from http_stand_in import QuietHandler, serving
 from tracker_readers import shown_scalars, tensorboard, wandb_history
 from wandb_server import KEY, wandb_server
 
@@ -20,7 +21,6 @@ from rlhf_core.history.queries import RunDetails, show_run
 from rlhf_core.history.queries.exports import CurvePoint
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.render.exports import following
-from rlhf_core.render.exports import wandb as wandb_export
 from rlhf_core.render.exports.following import RETRY_INTERVAL_S, LiveExport, RunFollower
 from rlhf_core.render.exports.mlflow import MlflowRun
 from rlhf_core.render.exports.tensorboard import TensorBoardRun
@@ -307,17 +307,55 @@ def test_a_wandb_server_gets_what_it_lacks(run: RunFiles, store: HistoryStore, m
         assert server.curve(f"{run.run_id}-2", "train/loss") == [(1, 2.0), (2, 1.6)]
 
 
-def test_a_wandb_server_that_is_away_is_named(
+def test_a_wandb_server_gets_the_run_once_it_is_back(
+    run: RunFiles, store: HistoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while another run is open, whose service of wandb would keep the id of a run that it could not begin."""
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    with wandb_server() as server:
+        other = RunFollower(store, run.run_id, WandbServerRun(server.address, run.run_id))
+        other.update()
+        with serving(QuietHandler) as port:
+            pass
+        follower = RunFollower(store, run.run_id, WandbServerRun(f"http://127.0.0.1:{port}", run.run_id))
+        for _ in range(2):
+            with pytest.raises(BadInput, match=rf"W&B at http://127\.0\.0\.1:{port} does not take .*refused"):
+                follower.update()
+        other.tracked.end(store, show_run(store, run.run_id))
+    with wandb_server(port) as server:
+        follower.update()
+        follower.tracked.end(store, show_run(store, run.run_id))
+        assert server.curve(run.run_id, "train/loss") == LOSS
+
+
+@pytest.mark.parametrize("status", [502, 503, 504])
+def test_a_proxy_whose_wandb_server_is_away_is_named(
+    run: RunFiles, store: HistoryStore, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    class Handler(QuietHandler):
+        def do_GET(self) -> None:
+            self.send_error(status)
+
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    with serving(Handler) as port:
+        follower = RunFollower(store, run.run_id, WandbServerRun(f"http://127.0.0.1:{port}", run.run_id))
+        with pytest.raises(BadInput, match=f"W&B at .* does not take the export: HTTP Error {status}"):
+            follower.update()
+
+
+def test_a_run_that_wandb_refused_is_taken_later(
     run: RunFiles, store: HistoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", KEY)
-    monkeypatch.setattr(wandb_export, "INIT_TIMEOUT_S", 2.0)
-    follower = RunFollower(store, run.run_id, WandbServerRun("http://127.0.0.1:9", run.run_id))
-    with pytest.raises(BadInput, match=r"W&B at http://127\.0\.0\.1:9 does not take the export"):
+    with wandb_server() as server:
+        server.num_refusals = 2
+        follower = RunFollower(store, run.run_id, WandbServerRun(server.address, run.run_id))
+        for _ in range(2):
+            with pytest.raises(BadInput, match=r"does not take the export.*permission"):
+                follower.update()
         follower.update()
-    import wandb
-
-    wandb.teardown()  # its service, which tests of this process share, would keep the id as in use
+        follower.tracked.end(store, show_run(store, run.run_id))
+        assert server.curve(run.run_id, "train/loss") == LOSS
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -6,11 +6,15 @@ The export to a folder uploads nothing and needs no login.
 import atexit
 import os
 import secrets
+import ssl
 import tempfile
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
+from http import HTTPStatus
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,6 +36,12 @@ if TYPE_CHECKING:
 
 INIT_TIMEOUT_S = 60.0
 """Longest wait for a server that takes no run, in seconds."""
+
+_ANSWER_TIMEOUT_S = 10.0
+"""Longest wait for a server that does not answer at all, in seconds."""
+
+_AWAY = (HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT)
+"""Answers of a proxy whose server is away."""
 
 _LONGEST_TAG = 64
 
@@ -130,9 +140,13 @@ class WandbRun:
                 **more,
             )
         except wandb.Error as error:
-            problem = masked(str(error)).rstrip(".")
-            raise BadInput(f"W&B at {masked(self._out)} does not take the export: {problem}") from error
+            if wandb.setup().most_recent_active_run is None:
+                wandb.teardown()  # its service would keep the id as in use
+            raise self._refused(str(error)) from error
         return self._open
+
+    def _refused(self, problem: str) -> BadInput:
+        return BadInput(f"W&B at {masked(self._out)} does not take the export: {masked(problem).rstrip('.')}")
 
     def _log(self, opened: "Run", points: Iterable[CurvePoint]) -> None:
         """Log points. wandb stores a step when the next one is logged, or the run finished."""
@@ -163,6 +177,7 @@ class WandbServerRun(WandbRun):
         """Resume or begin the run of W&B, and log what it lacks."""
         if self._open is not None:
             self._finish(details)
+        self._require_answer()
         opened = self._begin(
             details,
             wandb_id(details),
@@ -191,6 +206,23 @@ class WandbServerRun(WandbRun):
         super().end(store, details)
         if files is not None:
             remove_tree(files)
+
+    def _require_answer(self) -> None:
+        """Check that the server answers, whatever it answers: wandb keeps the id of a run that could not be begun as in
+        use while this process has other runs open.
+
+        Raises:
+            BadInput: the server is away.
+        """
+        try:
+            urllib.request.urlopen(self._out, timeout=_ANSWER_TIMEOUT_S).close()
+        except urllib.error.HTTPError as error:
+            if error.code in _AWAY:
+                raise self._refused(str(error)) from error
+        except OSError as error:
+            reason = getattr(error, "reason", error)
+            if not isinstance(reason, ssl.SSLError):  # wandb may have been told to trust it
+                raise self._refused(str(reason)) from error
 
     def _log_in_order(self, opened: "Run", points: Sequence[CurvePoint]) -> None:
         """Log points, those of earlier steps at the newest one: an evaluation may end after later steps."""
