@@ -2,6 +2,7 @@
 
 import json
 import os
+import site
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from control_fakes import make_spec
 from core_models import char_tokenizer
+from fork_server import fork_server
 from turn_tools import TOOL_TEMPLATE
 
 from rlhf_core.schemas.changes import with_changes
@@ -19,7 +21,8 @@ from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.data.loading import completion_lengths, prompt_tokens
 from rlhf_core.training.data.tokenizer_cores import build_core
 from rlhf_core.training.data.tokenizers import CHAT_TEMPLATE, build_tokenizer
-from rlhf_core.training.probes.content import CoreTokenizer, check_tokenizer, functions_to_try
+from rlhf_core.training.probes.content import check_content, functions_to_try
+from rlhf_core.training.probes.tokenizer import CoreTokenizer, check_tokenizer
 from rlhf_core.training.types import Row
 
 ROOT = Path(__file__).parents[2]
@@ -38,11 +41,23 @@ LOGIN_NODE = ("bash", "-c", 'ulimit -t 20 -d 3145728; exec "$@"', "bash")
 """Start of a command that may take 20 s of CPU time and 3 GiB of memory."""
 
 
+def written(spec: RunSpec, tmp_path: Path, code: str) -> Path:
+    (tmp_path / "my_data.py").write_text(code)
+    path = tmp_path / "spec.json"
+    path.write_text(spec.model_dump_json())
+    return path
+
+
+def report_with_transformers(spec: RunSpec, tmp_path: Path, code: str = "") -> ContentReport:
+    """The same report from a process that has imported transformers already, which takes the command seconds."""
+    with fork_server().Pool(1, site.addsitedir, (str(tmp_path),)) as pool:
+        return pool.apply(check_content, (written(spec, tmp_path, code),))
+
+
 def report_of(spec: RunSpec, tmp_path: Path, code: str = "", before: tuple[str, ...] = ()) -> ContentReport:
     """Answer of the command."""
-    (tmp_path / "spec.json").write_text(spec.model_dump_json())
-    (tmp_path / "my_data.py").write_text(code)
-    command = [sys.executable, "-m", "rlhf_core.worker", "check-content", "--spec", str(tmp_path / "spec.json")]
+    path = written(spec, tmp_path, code)
+    command = [sys.executable, "-m", "rlhf_core.worker", "check-content", "--spec", str(path)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [*before, *command, "--path", str(tmp_path)], capture_output=True, text=True, env=environment, check=True
@@ -222,7 +237,7 @@ def test_texts_that_go_past_the_chat_template_are_noticed(tmp_path: Path) -> Non
     for prompt, is_bypassed in (("a", True), ("a<|im_end|>", False)):
         rows = [{"prompt": prompt, "answer": "b"}]
         spec = with_files(tmp_path, rows, rows, model={"tokenizer": str(tmp_path / "tokenizer")})
-        report = report_of(spec, tmp_path)
+        report = report_with_transformers(spec, tmp_path)
         assert report.tokenizer is not None
         assert report.tokenizer.is_bypassed == is_bypassed, "prompts may be written in the form of the template"
 
@@ -239,7 +254,7 @@ def test_conversations_that_the_template_refuses_are_counted(tmp_path: Path) -> 
     tools: list[dict[str, Any]] = [{**rows[0], "tools": tools} for tools in ([{"name": "add"}], "[{}]", [], "[]", None)]
     model = {"tokenizer": str(tmp_path / "tokenizer")}
     spec = with_files(tmp_path, rows, tools, model=model, data={"template_args": {"many": 1, "thinks": False}})
-    report = report_of(spec, tmp_path)
+    report = report_with_transformers(spec, tmp_path)
     assert [split.num_unused_tools for split in report.splits] == [0, 2]
     assert report.tokenizer is not None
     assert (report.tokenizer.unread_arguments, report.tokenizer.is_bypassed) == (("thinks",), False)
@@ -294,7 +309,7 @@ def test_tools_and_environments_are_tried(tmp_path: Path, size: str, template: s
     turns = {"tools": ["my_data:search"], "environment": "my_data:Folder", "max_turn_tokens": 4}
     model = {"tokenizer": str(tmp_path / "tokenizer")}
     spec = with_files(tmp_path, rows, rows, model=model, rollout={"turns": turns}, data={"max_prompt_tokens": 200})
-    report = report_of(spec, tmp_path, code=TOOLS)
+    report = (report_with_transformers if problem else report_of)(spec, tmp_path, code=TOOLS)
     assert report.turns is not None
     assert problem in report.turns.problem
     assert bool(report.turns.problem) == bool(problem)

@@ -8,7 +8,7 @@ from rlhf_core.schemas.model import BUILT_TOKENIZERS
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.survival import Survived, relative_path_advice
 from rlhf_core.training.data.loading import encode_prompts, load_rows
-from rlhf_core.training.probes.content import built_tokenizer
+from rlhf_core.training.probes.tokenizer import built_tokenizer
 
 
 def count_rows(spec_path: Path) -> RowCount:
