@@ -124,7 +124,8 @@ class FilesIncoming:
             expected = [bytes.fromhex(text) for text in json.loads((path / COMPLETE).read_bytes())]
             with open_regular(path / WEIGHTS) as opened:
                 for bucket in buckets_of(offer.manifest, row):
-                    opened.readinto(bucket.numpy().data)  # of a file that is too short, the checksums differ
+                    if opened.readinto(bucket.numpy().data) < bucket.numel():
+                        break  # what was in memory before may be what is missing
                     found.append(checksum(bucket))
                     beat()
         except (OSError, ValueError) as error:

@@ -192,6 +192,9 @@ def test_a_file_that_is_too_short_is_damaged(tmp_path: Path) -> None:
     os.truncate(file, len(whole) - 100_000)
     with pytest.raises(WeightSyncFailed, match=r"version 1 in .* is damaged"):
         engine.receive(offer, beat)
+    row = torch.frombuffer(bytearray(whole), dtype=torch.uint8)  # memory that happens to have what is missing
+    with pytest.raises(WeightSyncFailed, match=r"version 1 in .* is damaged"):
+        files.FilesIncoming().fill(offer, row, beat)
     file.write_bytes(whole)  # the control
     assert digests(dict(engine.receive(offer, beat).tensors())) == digests(NEW)
 
