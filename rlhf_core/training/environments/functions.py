@@ -77,8 +77,6 @@ class Toolbox:
         Raises:
             BadConfig: a tool has no type hints or docstring, or the environment cannot be made or has no ``reset``.
         """
-        from transformers.utils.chat_template_utils import get_json_schema
-
         environment = None
         if self.make_environment is not None:
             environment = _made(self.make_environment)
@@ -88,16 +86,11 @@ class Toolbox:
                     "reset(self, **columns), which is called at the beginning of each rollout"
                 )
         responds = callable(getattr(environment, "respond", None))
-        schemas = []
-        for name, tool in {} if responds else {**self.tools, **_methods(environment)}.items():
-            try:
-                schemas.append(get_json_schema(tool))
-            except Exception as error:  # DocstringParsingException, TypeHintParsingException, or of unusual hints
-                raise BadConfig(
-                    f"tool {name}: its description cannot be made: {' '.join(str(error).split())}; expected a type "
-                    "hint for each argument, and a docstring with an Args section that describes each"
-                ) from error
-        return {"tools": schemas, "has_reward": callable(getattr(environment, "get_reward", None))}
+        tools = {} if responds else {**self.tools, **_methods(environment)}
+        return {
+            "tools": [_description(name, tool) for name, tool in tools.items()],
+            "has_reward": callable(getattr(environment, "get_reward", None)),
+        }
 
 
 class RolloutTools:
@@ -221,6 +214,22 @@ def _made(factory: Callable[[], object]) -> Any:
         return factory()
     except Exception as error:
         raise BadConfig(f"rollout.turns.environment: making one raised {type(error).__name__}: {error}") from error
+
+
+def _description(name: str, tool: Callable[..., Any]) -> dict[str, Any]:
+    """Description of a tool for the chat template."""
+    from transformers.utils.chat_template_utils import (
+        get_json_schema,
+    )  # seconds, which an environment without tools saves
+
+    try:
+        found: dict[str, Any] = get_json_schema(tool)
+    except Exception as error:  # DocstringParsingException, TypeHintParsingException, or of unusual hints
+        raise BadConfig(
+            f"tool {name}: its description cannot be made: {' '.join(str(error).split())}; expected a type hint for "
+            "each argument, and a docstring with an Args section that describes each"
+        ) from error
+    return found
 
 
 def _imported(path: str) -> Callable[..., Any]:
