@@ -40,6 +40,7 @@ from rlhf_core.schemas.attempts import AttemptState, Role, RunState, StageName, 
 from rlhf_core.schemas.checkpoint_files import FileChecksum
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.data import DataSpec
+from rlhf_core.schemas.evaluation_reports import EvaluationSample
 from rlhf_core.schemas.failures import Action, FailureKind, Incident
 from rlhf_core.schemas.journal import (
     AttemptMoved,
@@ -58,14 +59,7 @@ from rlhf_core.schemas.journal import (
 from rlhf_core.schemas.loops import LoopsSpec
 from rlhf_core.schemas.model import ModelSpec
 from rlhf_core.schemas.probe import NodeSpeed, PairSpeed, ProbeReport
-from rlhf_core.schemas.reports import (
-    AgentEvent,
-    AgentStatus,
-    AttemptOutcome,
-    EvaluationSample,
-    MetricsLine,
-    TelemetryLine,
-)
+from rlhf_core.schemas.reports import AgentEvent, AgentStatus, AttemptOutcome, MetricsLine, TelemetryLine
 from rlhf_core.schemas.resources import GroupPlan, Placement, Submission, in_order
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.weight_sync import WeightSyncLine

@@ -29,10 +29,10 @@ from rlhf_core.render.summary import Summary, accuracy_table
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import PromotionState, RunState, StageName, StageState
 from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.evaluation_reports import EvaluationReport
 from rlhf_core.schemas.journal import PromotionMoved
 from rlhf_core.schemas.promotion import ModelProvenance, PromotionAnswer
 from rlhf_core.schemas.regression import regression_text
-from rlhf_core.schemas.reports import EvaluationReport
 from rlhf_core.schemas.stored_spec import StoredSpec
 from rlhf_core.text.escaping import markdown, markdown_code
 from rlhf_core.text.formatting import THROUGH_PREFECT, attributed, markdown_table

@@ -4,18 +4,11 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from rlhf_core.schemas.checkpoint_files import CheckpointManifest
+from rlhf_core.schemas.evaluation_reports import EvaluationReport
 from rlhf_core.schemas.failures import Decision, Incident
 from rlhf_core.schemas.journal import JournalLine
 from rlhf_core.schemas.probe import ProbeReport
-from rlhf_core.schemas.reports import (
-    AgentEvent,
-    AgentStatus,
-    AttemptOutcome,
-    EvaluationReport,
-    MetricsLine,
-    ReconcileNote,
-    TelemetryLine,
-)
+from rlhf_core.schemas.reports import AgentEvent, AgentStatus, AttemptOutcome, MetricsLine, ReconcileNote, TelemetryLine
 from rlhf_core.schemas.stored_spec import StoredSpec
 from rlhf_core.schemas.weight_sync import WeightSyncLine
 

@@ -3,9 +3,9 @@
 import json
 from collections.abc import Iterator
 
+from rlhf_core.schemas.evaluation_reports import EvaluationReport
 from rlhf_core.schemas.promotion import ModelProvenance
 from rlhf_core.schemas.regression import regression_text, regressions
-from rlhf_core.schemas.reports import EvaluationReport
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.text.escaping import markdown, markdown_code, yaml_scalar
 from rlhf_core.text.formatting import attributed, markdown_table

@@ -24,8 +24,8 @@ from rlhf_core.run_dir.checkpoint import ADAPTER_OF_MERGED, ADAPTER_WEIGHTS, BAS
 from rlhf_core.run_dir.run import RunDir, promoted_models, run_name
 from rlhf_core.schemas.checkpoint_files import CheckpointManifest, FileChecksum
 from rlhf_core.schemas.evaluation import PromoteSpec
+from rlhf_core.schemas.evaluation_reports import EvaluationReport, gain
 from rlhf_core.schemas.promotion import ModelProvenance, PromotionAnswer
-from rlhf_core.schemas.reports import EvaluationReport, gain
 
 CARD = "README.md"
 PROVENANCE = "rlhf.json"

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from rlhf_core.schemas.base import Finite, NonNegative, Positive, PositiveFloat, Schema
-from rlhf_core.schemas.reports import EvaluationName
+from rlhf_core.schemas.evaluation_reports import EvaluationName
 
 _OF_MODELS = "reward.models."
 ScorerName = Annotated[str, Field(pattern=r"^(reward\.models\.[a-z0-9][a-z0-9_-]*|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")]

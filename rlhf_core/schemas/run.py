@@ -16,12 +16,12 @@ from rlhf_core.schemas.cluster import ResourceSpec, SlurmSpec
 from rlhf_core.schemas.command_trainer import CommandTrainer
 from rlhf_core.schemas.data import DataKind, DataSpec
 from rlhf_core.schemas.evaluation import EvaluateSpec, PromoteSpec
+from rlhf_core.schemas.evaluation_reports import EvaluationName
 from rlhf_core.schemas.health import HealthSpec
 from rlhf_core.schemas.loops import LoopSpec, LoopsSpec
 from rlhf_core.schemas.migration import current_document
 from rlhf_core.schemas.model import ONE_MODEL_SOURCE, ModelSpec
 from rlhf_core.schemas.preflight import PreflightSpec
-from rlhf_core.schemas.reports import EvaluationName
 from rlhf_core.schemas.rewards import COMPARE_ANSWERS, RewardSpec
 from rlhf_core.schemas.rollouts import RolloutSpec
 from rlhf_core.schemas.scoring_models import ScoringModelSpec

@@ -17,10 +17,11 @@ from rlhf_core.run_dir.journal import read_journal
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.base import LONGEST_S
+from rlhf_core.schemas.evaluation_reports import EvaluationReport
 from rlhf_core.schemas.failures import NODE_FAILURES, Action, Decision, FailureKind, Incident
 from rlhf_core.schemas.journal import IncidentFound
 from rlhf_core.schemas.regression import Regression, regressions
-from rlhf_core.schemas.reports import AgentEvent, AgentStatus, AttemptOutcome, EvaluationReport, MetricsLine
+from rlhf_core.schemas.reports import AgentEvent, AgentStatus, AttemptOutcome, MetricsLine
 from rlhf_core.schemas.resources import Placement
 
 

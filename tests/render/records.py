@@ -13,8 +13,9 @@ from rlhf_core.render.gather import ReportData
 from rlhf_core.render.series import Curve
 from rlhf_core.render.timeline import timeline_from_rows
 from rlhf_core.run_dir.run import RunDir
+from rlhf_core.schemas.evaluation_reports import EvaluationSample
 from rlhf_core.schemas.regression import regressions
-from rlhf_core.schemas.reports import EvaluationSample, SampleLine
+from rlhf_core.schemas.reports import SampleLine
 
 START = datetime(2026, 11, 20, 14, 3, 7, tzinfo=UTC)
 RUN_ID = "quickstart-20261120-140307-a1b2c3"

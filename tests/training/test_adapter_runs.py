@@ -80,7 +80,7 @@ RESUMED = ("stage-0", "ranker", "grpo", "ppo")
 
 def runs_of(group: TrainingGroup) -> dict[str, Any]:
     from rlhf_core.training.evaluation import held_out
-    from rlhf_core.training.trainers import run as run_module
+    from rlhf_core.training.trainers import models as models_module
 
     train = group.train
     results: dict[str, Any] = {}
@@ -95,7 +95,7 @@ def runs_of(group: TrainingGroup) -> dict[str, Any]:
     results["other base"] = train("other-base", RUNS["stage-1"], restart=1)
     # Negative control: a resume that starts from a fresh adapter.
     group.rewind("stage-1", "forgetful", LAST)
-    with mock.patch.object(run_module, "load_adapter"), mock.patch.object(run_module.Engine, "load_state"):
+    with mock.patch.object(models_module, "load_adapter"), mock.patch.object(models_module.Engine, "load_state"):
         results["forgetful"] = train("forgetful", RUNS["stage-1"], restart=1)
     train("evaluated", EVALUATED)
     train("not-evaluated", adapted(EVALUATED, evaluate={"every_num_steps": 0}, model=EVALUATED["model"]))

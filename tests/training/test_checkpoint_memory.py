@@ -32,8 +32,8 @@ from rlhf_core.training.checkpoints.state import Progress, TrainerState
 from rlhf_core.training.data.tokenizers import build_tokenizer
 from rlhf_core.training.models.causal_lm import build_causal_lm
 from rlhf_core.training.models.gathering import save_weights
+from rlhf_core.training.trainers import models as models_module
 from rlhf_core.training.trainers import ppo
-from rlhf_core.training.trainers import run as run_module
 from rlhf_core.training.trainers.context import loops
 
 pytestmark = [pytest.mark.training, pytest.mark.end_to_end]
@@ -178,7 +178,7 @@ def test_without_shards_a_node_gets_the_states_of_all_ranks(folder: Path) -> Non
 
 def test_a_value_model_comes_from_the_same_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of the checkpoint on disk is read, which was not verified."""
-    monkeypatch.setattr(run_module, "Engine", Mock())
+    monkeypatch.setattr(models_module, "Engine", Mock())
     ranks = Mock(device=torch.device("cpu"), sequence=None)
     context = make_context(str(tmp_path / "run"), spec_of("ppo"), 0, 1, restart=1)
     tokenizer = build_tokenizer("char", [], 0)
@@ -188,7 +188,7 @@ def test_a_value_model_comes_from_the_same_memory(tmp_path: Path, monkeypatch: p
     torch.nn.init.ones_(saved.head.bias)
     memory.critic.mkdir()
     save_weights(saved, memory.critic / ppo.WEIGHTS, True, lambda: None)
-    models = run_module._Models(context, ranks, tokenizer, tmp_path / "initial", memory, lambda: None)
+    models = models_module.RunModels(context, ranks, tokenizer, tmp_path / "initial", memory, lambda: None)
     state = TrainerState(Progress(step=4, loop="ppo", loop_finished=False, position=0), (), None, critic=({},))
     critic = models.critic(loops(context.spec)[-1], state)
     assert critic is not None

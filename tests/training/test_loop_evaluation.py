@@ -17,7 +17,8 @@ from test_preference_runs import spec_of
 from rlhf_core.errors import BadConfig, BadData, RewardFailed, WorkerError
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import Role
-from rlhf_core.schemas.reports import EvaluationReport, Phase
+from rlhf_core.schemas.evaluation_reports import EvaluationReport
+from rlhf_core.schemas.reports import Phase
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.supervision import SuperviseSpec
 
@@ -35,8 +36,10 @@ from rlhf_core.training.data.examples import (  # noqa: E402
 from rlhf_core.training.data.tokenizers import build_tokenizer  # noqa: E402
 from rlhf_core.training.distributed import Ranks, collective_timeout  # noqa: E402
 from rlhf_core.training.evaluation import evaluator as evaluation  # noqa: E402
-from rlhf_core.training.evaluation.evaluator import are_written, load_evaluator, write_reports  # noqa: E402
+from rlhf_core.training.evaluation import report_files  # noqa: E402
+from rlhf_core.training.evaluation.evaluator import load_evaluator  # noqa: E402
 from rlhf_core.training.evaluation.held_out import HeldOutRows  # noqa: E402
+from rlhf_core.training.evaluation.report_files import are_written, write_reports  # noqa: E402
 from rlhf_core.training.evaluation.run import _evaluate_start, checkpoint_to_evaluate  # noqa: E402
 from rlhf_core.training.models.causal_lm import PolicyModel, build_causal_lm  # noqa: E402
 from rlhf_core.training.rewards.scoring import RewardScorer  # noqa: E402
@@ -476,8 +479,10 @@ def test_an_evaluation_that_is_written_has_its_pass_at_k(ranks: Ranks, tmp_path:
     reports = evaluate(ranks)
     for num_written in range(len(reports) + 1):
         run_dir = RunDir(tmp_path / str(num_written))
-        write = mock.Mock(side_effect=[*[mock.DEFAULT] * num_written, KeyboardInterrupt], wraps=evaluation.write_model)
-        with mock.patch.object(evaluation, "write_model", write), contextlib.suppress(KeyboardInterrupt):
+        write = mock.Mock(
+            side_effect=[*[mock.DEFAULT] * num_written, KeyboardInterrupt], wraps=report_files.write_model
+        )
+        with mock.patch.object(report_files, "write_model", write), contextlib.suppress(KeyboardInterrupt):
             write_reports(run_dir, reports, ranks)
         assert len(run_dir.evaluations()) == num_written
         assert are_written(run_dir, "after") == (num_written == len(reports))

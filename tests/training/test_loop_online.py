@@ -106,7 +106,7 @@ class Held:
     @contextmanager
     def counted(self) -> Iterator[None]:
         """Count within the block."""
-        from rlhf_core.training.trainers import run as run_module
+        from rlhf_core.training.trainers import models as models_module
         from rlhf_core.training.trainers.engine import load_deepspeed
 
         deepspeed = load_deepspeed(on_cpu=True)
@@ -116,7 +116,7 @@ class Held:
             self.taken_over = max(self.taken_over, sum(one.numel() for one in model.parameters()))
             return initialize(model=model, **options)
 
-        loading = mock.patch.object(run_module, "load_causal_lm", self._load)
+        loading = mock.patch.object(models_module, "load_causal_lm", self._load)
         with loading, mock.patch.object(deepspeed, "initialize", take_over):
             yield
 
@@ -176,17 +176,18 @@ def every_scenario(rank: int, num_ranks: int, folder: str, names: list[str]) -> 
 def resumed(rank: int, num_ranks: int, folder: str) -> list[str]:
     """The killed runs as the agent starts them again, and one that takes up a new value model."""
     from rlhf_core.training.distributed import init_process_group, leave_process_group
-    from rlhf_core.training.trainers import run as run_module
+    from rlhf_core.training.trainers import models as models_module
+    from rlhf_core.training.trainers.run import train_run
 
     ranks = init_process_group(make_context(folder, tiny_spec(), rank, num_ranks))
-    real = run_module.load_value_model
-    fresh = mock.patch.object(run_module, "load_value_model", lambda model, _, *more: real(model, None, *more))
+    real = models_module.load_value_model
+    fresh = mock.patch.object(models_module, "load_value_model", lambda model, _, *more: real(model, None, *more))
     results = []
     for name in (*KILLED, "forgetful"):
         spec = RUNS["critic" if name == "forgetful" else name]
         context = make_context(f"{folder}/killed {name}", spec, rank, num_ranks, restart=1)
         with fresh if name == "forgetful" else nullcontext():
-            results.append(str(run_module.train_run(context, ranks)))
+            results.append(str(train_run(context, ranks)))
     leave_process_group(ranks)
     return results
 

@@ -20,7 +20,7 @@ from rank_launcher import (
 from test_loop_runs import assert_resumed_bitwise, metrics_of
 
 from rlhf_core.run_dir.run import RunDir
-from rlhf_core.schemas.reports import EvaluationReport
+from rlhf_core.schemas.evaluation_reports import EvaluationReport
 
 pytestmark = [pytest.mark.training, pytest.mark.end_to_end]
 
@@ -332,12 +332,12 @@ def test_a_bound_of_tokens_changes_the_passes_and_not_the_training(results: list
 
 def language_model_in_each_loop(group: TrainingGroup) -> dict[str, bool]:
     """A reward model after a warm start. Whether the language model has weights when a loop begins."""
+    from rlhf_core.training.trainers import models as models_module
     from rlhf_core.training.trainers import offline
-    from rlhf_core.training.trainers import run as run_module
 
     models: list[Callable[[], Any]] = []
     found: dict[str, bool] = {}
-    real_load, real_train = run_module.load_causal_lm, offline.train
+    real_load, real_train = models_module.load_causal_lm, offline.train
 
     def load(*given: Any) -> Any:
         model = real_load(*given)
@@ -349,7 +349,7 @@ def language_model_in_each_loop(group: TrainingGroup) -> dict[str, bool]:
         found[loop.algorithm.name] = any(not weight.is_meta for model in living for weight in model.parameters())
         return real_train(training, loop, *rest)
 
-    with mock.patch.object(run_module, "load_causal_lm", load), mock.patch.object(offline, "train", train):
+    with mock.patch.object(models_module, "load_causal_lm", load), mock.patch.object(offline, "train", train):
         assert group.train("language-model", spec_of(RANKER, warm=True, data=WARM["data"])) == "done"
     return found
 

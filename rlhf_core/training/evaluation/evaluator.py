@@ -12,12 +12,16 @@ from typing import Any, Literal
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.errors import BadData
-from rlhf_core.files.lookups import is_there
-from rlhf_core.files.whole import write_model
-from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.algorithms.base import AlgorithmSpec
 from rlhf_core.schemas.base import utc_now
-from rlhf_core.schemas.reports import CROSS_ENTROPY, PASS, EvaluationName, EvaluationReport, EvaluationSample
+from rlhf_core.schemas.evaluation_reports import (
+    CROSS_ENTROPY,
+    PASS,
+    EvaluationName,
+    EvaluationReport,
+    EvaluationSample,
+    When,
+)
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.data.chat import template_arguments, with_tools
 from rlhf_core.training.data.examples import Scorer
@@ -41,7 +45,6 @@ from rlhf_core.training.rollouts.seeds import sample_seed
 from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
 from rlhf_core.training.types import Completion, Row
 
-When = Literal["before", "after"]
 How = Literal["greedy", "sampled"]
 
 PREFERENCE_METRIC = "accuracy"
@@ -384,20 +387,3 @@ def load_evaluator(
     if spec.rollout.engine != "transformers":
         ranks.log(f"nothing is sampled in this run: rollout.engine = {spec.rollout.engine!r} is not started")
     return Evaluator(spec, ranks, tokenizer, data, scorer, TransformersEngine(tokenizer))
-
-
-def write_reports(run_dir: RunDir, reports: Sequence[EvaluationReport], ranks: Ranks) -> None:
-    """Write the report files on rank 0."""
-    if ranks.is_first:
-        for report in reversed(reports):  # pass@k before the files that mean that all are written
-            write_model(run_dir.evaluation(report.when, report.name), report)
-    for report in reports:
-        ranks.log(
-            f"evaluation {report.when} training, {report.name}: {report.metric} {report.value:.3f} "
-            f"[{report.ci_low:.3f}, {report.ci_high:.3f}] over {report.num_samples} samples"
-        )
-
-
-def are_written(run_dir: RunDir, when: When, names: Sequence[EvaluationName] = ("greedy", "sampled")) -> bool:
-    """True if the evaluations of that point in the run already exist."""
-    return all(is_there(run_dir.evaluation(when, name)) for name in names)

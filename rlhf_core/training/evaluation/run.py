@@ -17,7 +17,8 @@ from rlhf_core.training.checkpoints.soundness import agree, initial_folder, refe
 from rlhf_core.training.data.tokenizers import load_tokenizer
 from rlhf_core.training.distributed import Ranks, collective_timeout, init_process_group, leave_process_group
 from rlhf_core.training.environments.pool import EnvironmentPool
-from rlhf_core.training.evaluation.evaluator import Evaluator, are_written, load_evaluator, write_reports
+from rlhf_core.training.evaluation.evaluator import Evaluator, load_evaluator
+from rlhf_core.training.evaluation.report_files import are_written, write_reports
 from rlhf_core.training.models.adapters import base_of, is_adapter
 from rlhf_core.training.models.causal_lm import load_causal_lm
 from rlhf_core.training.models.embeddings import require_embeddings
