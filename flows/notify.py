@@ -80,6 +80,11 @@ OCCASIONS: Mapping[str, Notification] = {
         f"'the model of ' ~ {_RUN} ~ ' waits for approval'",
         "'answer with rlhf approve ' ~ run_id ~ ' or rlhf refuse ' ~ run_id",
     ),
+    "approval_expired": Notification(
+        ("rlhf.promotion.expired",),
+        f"'nobody answered in time whether to promote the model of ' ~ {_RUN}",
+        "'it is still possible: rlhf approve ' ~ run_id ~ ' or rlhf refuse ' ~ run_id",
+    ),
     "promotion_failed": Notification(
         ("rlhf.promotion.failed",),
         f"'the model of ' ~ {_RUN} ~ ' could not be promoted'",

@@ -22,6 +22,7 @@ Occasion = Literal[
     "incident",
     "no_nodes",
     "approval",
+    "approval_expired",
     "promotion_failed",
 ]
 
@@ -84,12 +85,20 @@ class NotifySite(Schema):
     webhook_url: str = ""
     """Address to post a JSON message to. Put one that contains a secret into the environment variable
     `RLHF_NOTIFY_WEBHOOK_URL`, which takes precedence."""
-    on: tuple[Occasion, ...] = ("failed", "cancelled_outside", "completed", "no_nodes", "approval", "promotion_failed")
+    on: tuple[Occasion, ...] = (
+        "failed",
+        "cancelled_outside",
+        "completed",
+        "no_nodes",
+        "approval",
+        "approval_expired",
+        "promotion_failed",
+    )
     """Notifications to send: a run that `failed`, `completed` or was `cancelled`; of the failed ones, only those
     `stopped` by a failure that is not retried, without those that their checks refuse; of the cancelled ones, only
     those `cancelled_outside` of rlhf-flows (`scancel`); every `incident`, also one that is retried; a run whose nodes
-    do not start (`no_nodes`, at once and then once a day); a pending `approval`; a model that could not be written
-    (`promotion_failed`)."""
+    do not start (`no_nodes`, at once and then once a day); a pending `approval`, and one that nobody answered in time
+    (`approval_expired`); a model that could not be written (`promotion_failed`)."""
 
 
 class ExportSite(Schema):

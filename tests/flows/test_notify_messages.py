@@ -193,6 +193,21 @@ def test_a_model_that_could_not_be_promoted_says_so_and_what_to_do(harness: Cont
     ]
 
 
+def test_a_model_that_nobody_approved_in_time_says_that_it_still_can_be(harness: ControllerHarness) -> None:
+    run_dir = harness.completed()
+    journal = Journal(run_dir, token=100)
+    for state in (PromotionState.WAITING, PromotionState.EXPIRED):
+        journal.append(PromotionMoved(state=state, checkpoint_step=10))
+    waiting, expired = published(run_dir)[-2:]
+    assert (triggered(run_dir, waiting), triggered(run_dir, expired)) == ({"approval"}, {"approval_expired"})
+    assert "approval_expired" in NotifySite().on, "who was asked may have been away"
+    owner = run_dir.read_spec().owner
+    assert message(run_dir, expired, "approval_expired")["text"].splitlines() == [
+        f"nobody answered in time whether to promote the model of run {run_dir.run_id} of {owner}",
+        f"it is still possible: rlhf approve {run_dir.run_id} or rlhf refuse {run_dir.run_id}",
+    ]
+
+
 def test_an_incident_waits_a_minute_for_its_decision(harness: ControllerHarness) -> None:
     run_dir = training(harness)
     Journal(run_dir, 1).move_run(RunState.PREFLIGHT, "started")
