@@ -40,7 +40,7 @@ from rlhf_core.schemas.attempts import AttemptState, Role, RunState, StageName, 
 from rlhf_core.schemas.checkpoint_files import FileChecksum
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.data import DataSpec
-from rlhf_core.schemas.evaluation_reports import EvaluationSample
+from rlhf_core.schemas.evaluation import EvaluationSample
 from rlhf_core.schemas.failures import Action, FailureKind, Incident
 from rlhf_core.schemas.journal import (
     AttemptMoved,

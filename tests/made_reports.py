@@ -7,7 +7,7 @@ from typing import Any
 from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.checkpoint_files import CheckpointManifest
-from rlhf_core.schemas.evaluation_reports import EvaluationReport
+from rlhf_core.schemas.evaluation import EvaluationReport
 from rlhf_core.schemas.failures import Action, DecidedBy, Decision, FailureKind, Incident
 from rlhf_core.schemas.reports import GroupPlace, Phase, RankStatus
 from rlhf_core.schemas.run import RunSpec

@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 
 from rlhf_core.schemas.attempts import PromotionState
 from rlhf_core.schemas.checkpoint_files import BestCheckpoint
-from rlhf_core.schemas.evaluation_reports import PASS, gain
+from rlhf_core.schemas.evaluation import PASS, gain
 from rlhf_core.schemas.run import RunSpec
 
 _NEEDED_STATES = frozenset(PromotionState) - {PromotionState.REFUSED, PromotionState.EXPIRED}

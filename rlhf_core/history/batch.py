@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from rlhf_core.schemas.checkpoint_files import CheckpointManifest
-from rlhf_core.schemas.evaluation_reports import EvaluationReport
+from rlhf_core.schemas.evaluation import EvaluationReport
 from rlhf_core.schemas.failures import Decision, Incident
 from rlhf_core.schemas.journal import JournalLine
 from rlhf_core.schemas.probe import ProbeReport

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator
 
-from rlhf_core.schemas.evaluation_reports import EvaluationReport
+from rlhf_core.schemas.evaluation import EvaluationReport
 from rlhf_core.schemas.promotion import ModelProvenance
 from rlhf_core.schemas.regression import regression_text, regressions
 from rlhf_core.schemas.run import RunSpec

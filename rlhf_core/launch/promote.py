@@ -23,8 +23,7 @@ from rlhf_core.files.whole import create_once, is_disk_full, read_all, read_mode
 from rlhf_core.run_dir.checkpoint import ADAPTER_OF_MERGED, ADAPTER_WEIGHTS, BASE_RECORD, CheckpointDir, checksum
 from rlhf_core.run_dir.run import RunDir, promoted_models, run_name
 from rlhf_core.schemas.checkpoint_files import CheckpointManifest, FileChecksum
-from rlhf_core.schemas.evaluation import PromoteSpec
-from rlhf_core.schemas.evaluation_reports import EvaluationReport, gain
+from rlhf_core.schemas.evaluation import EvaluationReport, PromoteSpec, gain
 from rlhf_core.schemas.promotion import ModelProvenance, PromotionAnswer
 
 CARD = "README.md"

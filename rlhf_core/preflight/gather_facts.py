@@ -51,8 +51,8 @@ CONTENT_CHECKS = (
     "content.conversations",
     "content.lengths",
     "content.labels",
-    "content.rewards",
     "content.pipeline",
+    "content.rewards",
 )
 """Checks that share one reading of the data, which takes seconds."""
 

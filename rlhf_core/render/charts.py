@@ -16,7 +16,7 @@ from rlhf_core.render.line_plots import (
 )
 from rlhf_core.render.markup import Markup, figure, join, number, remark, tag, words
 from rlhf_core.render.series import Curve, Marks, PointSeries, Series, finite, smoothing_window
-from rlhf_core.schemas.evaluation_reports import EVALUATIONS, PASS
+from rlhf_core.schemas.evaluation import EVALUATIONS, PASS
 
 EVALUATION_CURVES = {"greedy": "eval/greedy", "preference": "eval/preference", "loss": "eval/loss"}
 """Metrics of the evaluations during training (``evaluate.every_num_steps``)."""

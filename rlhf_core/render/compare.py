@@ -12,7 +12,7 @@ from rlhf_core.history.queries.rows import EvaluationRow, RunRow
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.render.config_text import flat
 from rlhf_core.render.series import Curve, finite
-from rlhf_core.schemas.evaluation_reports import gain
+from rlhf_core.schemas.evaluation import gain
 from rlhf_core.schemas.migration import current_document
 
 Facts = dict[str, Any]

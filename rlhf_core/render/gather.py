@@ -22,7 +22,7 @@ from rlhf_core.render.series import Curve, Point, is_finite
 from rlhf_core.render.timeline import Timeline, timeline_from_rows
 from rlhf_core.run_dir.journal import read_journal
 from rlhf_core.run_dir.run import RunDir
-from rlhf_core.schemas.evaluation_reports import EvaluationSample
+from rlhf_core.schemas.evaluation import EvaluationSample
 from rlhf_core.schemas.failures import Action
 from rlhf_core.schemas.journal import PromotionMoved
 from rlhf_core.schemas.reports import SampleLine

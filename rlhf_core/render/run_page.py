@@ -35,7 +35,7 @@ from rlhf_core.render.series import Point, finite
 from rlhf_core.render.weight_syncs import weight_sync_text
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.base import utc_now
-from rlhf_core.schemas.evaluation_reports import EVALUATIONS, display_order, gain
+from rlhf_core.schemas.evaluation import EVALUATIONS, display_order, gain
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.text.formatting import attributed, count
 

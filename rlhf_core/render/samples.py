@@ -5,7 +5,7 @@ from itertools import groupby
 
 from rlhf_core.render.gather import ReportData
 from rlhf_core.render.markup import Markup, code, fold, join, number, remark, signed, table, tag
-from rlhf_core.schemas.evaluation_reports import CORRECT_SCORE, EVALUATIONS, EvaluationSample
+from rlhf_core.schemas.evaluation import CORRECT_SCORE, EVALUATIONS, EvaluationSample
 from rlhf_core.schemas.reports import SampleLine
 from rlhf_core.text.formatting import count
 

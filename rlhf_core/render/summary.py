@@ -13,7 +13,7 @@ from rlhf_core.render.weight_syncs import weight_sync_text
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.command_trainer import steps_hint
-from rlhf_core.schemas.evaluation_reports import EvaluationReport, gain
+from rlhf_core.schemas.evaluation import EvaluationReport, gain
 from rlhf_core.schemas.failures import Incident
 from rlhf_core.schemas.regression import Regression, regression_text, regressions, state_text
 from rlhf_core.schemas.run import RunSpec

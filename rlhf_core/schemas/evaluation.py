@@ -1,11 +1,19 @@
-"""Settings of the evaluations of a run, and of the promotion that depends on them."""
+"""Evaluations of a run: their settings, with the promotion that depends on them, and their reports."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
-from rlhf_core.schemas.base import Finite, NonNegative, Positive, PositiveFloat, Schema
-from rlhf_core.schemas.evaluation_reports import EvaluationName
+from rlhf_core.schemas.base import Finite, Int32, Label, Moment, NonNegative, Positive, PositiveFloat, Schema
+
+EvaluationName = Literal["greedy", "sampled", "preference", "loss"]
+"""Kinds of evaluation: of greedy or sampled completions, of the ranking of pairs, or of the loss on held-out rows."""
+EVALUATIONS: tuple[EvaluationName, ...] = get_args(EvaluationName)
+"""All kinds, in display order."""
+PassName = Annotated[str, Field(pattern=r"^pass@[1-9][0-9]*$")]
+"""``pass@k`` for a ``k``: the probability that at least one of ``k`` sampled completions of a prompt is correct."""
+PASS = "pass@"
+"""Beginning of a :data:`PassName`."""
 
 _OF_MODELS = "reward.models."
 ScorerName = Annotated[str, Field(pattern=r"^(reward\.models\.[a-z0-9][a-z0-9_-]*|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")]
@@ -81,3 +89,81 @@ class PromoteSpec(Schema):
     """Minimum gain over the evaluation before training; with less, nothing is promoted and no approval is requested."""
     timeout_h: Annotated[float, Field(gt=0, le=876_000, allow_inf_nan=False)] = 72.0
     """Time to wait for an approval, in hours; after that, nothing is promoted, but `rlhf approve` still works."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reports
+
+
+class EvaluationSample(Schema):
+    """One scored completion of an evaluation."""
+
+    prompt_uid: Label
+    """Identity of the prompt."""
+    sample_index: Int32
+    """Index of the sample of that prompt, from 0."""
+    prompt: str
+    """Text of the prompt."""
+    completion: str
+    """Text of the completion."""
+    answer: str
+    """The reference answer."""
+    score: float
+    """Score of the completion."""
+
+
+When = Literal["before", "after"]
+"""Before the main algorithm (after the warm start), or after training."""
+
+CORRECT_SCORE = 0.5
+"""Score from which a completion counts as correct, if all scores are between 0 and 1: those of scorers that grade are
+split at the middle, and the built-in ones give 0 or 1."""
+
+
+def display_order(name: str) -> tuple[int, int]:
+    """Key that sorts names of evaluations for display: all kinds, then pass@k by ``k``."""
+    if name in EVALUATIONS:
+        return EVALUATIONS.index(name), 0
+    k = name.removeprefix(PASS)
+    return len(EVALUATIONS), int(k) if k.isdecimal() else 0
+
+
+CROSS_ENTROPY = "cross_entropy"
+"""Held-out loss of supervised training, in nats per token; its exponential is the perplexity."""
+
+
+def gain(name: str, before: float, after: float) -> float:
+    """Improvement from one value of an evaluation to another: a rise of a score, or a fall of the loss."""
+    return before - after if name == "loss" else after - before
+
+
+class EvaluationReport(Schema):
+    """One evaluation (``evaluations/<when>-<name>.json``)."""
+
+    name: EvaluationName | PassName
+    """Kind of the completions, `preference` for ranked pairs, `loss`, or `pass@k` of the sampled completions."""
+    when: When
+    """Before the main algorithm (after the warm start), or after training."""
+    metric: Label
+    """Measure, for instance ``exact_match``."""
+    value: float
+    """Mean score over all samples; for `loss`, that of a training step with all held-out rows; for `pass@k`, the mean
+    estimate over the prompts."""
+    ci_low: float
+    """Lower bound of the confidence interval of ``value``."""
+    ci_high: float
+    """Upper bound."""
+    num_prompts: Int32
+    """Held-out prompts."""
+    num_samples: Int32
+    """Completions scored."""
+    checkpoint_step: Int32
+    """Number of optimizer steps of the weights."""
+    seconds: Finite
+    """Duration in seconds."""
+    time: Moment
+    """Time of its end (UTC)."""
+    by_source: dict[Label, Finite] = {}
+    """Mean score of the rows of each source of a mixture (``data.sources``); empty without one, and for `pass@k`."""
+    samples: tuple[EvaluationSample, ...]
+    """The sample table; at most ``evaluate.keep_samples`` rows, the first by prompt order."""

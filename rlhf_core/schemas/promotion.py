@@ -6,7 +6,7 @@ from pydantic import JsonValue
 
 from rlhf_core.schemas.base import Int32, Int64, Label, Message, Moment, Schema
 from rlhf_core.schemas.checkpoint_files import FileChecksum, FileName
-from rlhf_core.schemas.evaluation_reports import EvaluationReport
+from rlhf_core.schemas.evaluation import EvaluationReport
 
 
 class PromotionAnswer(Schema):

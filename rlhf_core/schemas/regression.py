@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rlhf_core.schemas.base import Schema
-from rlhf_core.schemas.evaluation_reports import CROSS_ENTROPY, PASS, gain
+from rlhf_core.schemas.evaluation import CROSS_ENTROPY, PASS, gain
 
 REGRESSED = "regressed"
 """Word shown beside the state of such a run."""

@@ -15,8 +15,7 @@ from rlhf_core.schemas.checkpoints import CheckpointSpec
 from rlhf_core.schemas.cluster import ResourceSpec, SlurmSpec
 from rlhf_core.schemas.command_trainer import CommandTrainer
 from rlhf_core.schemas.data import DataKind, DataSpec
-from rlhf_core.schemas.evaluation import EvaluateSpec, PromoteSpec
-from rlhf_core.schemas.evaluation_reports import EvaluationName
+from rlhf_core.schemas.evaluation import EvaluateSpec, EvaluationName, PromoteSpec
 from rlhf_core.schemas.health import HealthSpec
 from rlhf_core.schemas.loops import LoopSpec, LoopsSpec
 from rlhf_core.schemas.migration import current_document

@@ -97,7 +97,7 @@ class NotifySite(Schema):
     """Notifications to send: a run that `failed`, `completed` or was `cancelled`; of the failed ones, only those
     `stopped` by a failure that is not retried, without those that their checks refuse; of the cancelled ones, only
     those `cancelled_outside` of rlhf-flows (`scancel`); every `incident`, also one that is retried; a run whose nodes
-    do not start (`no_nodes`, at once and then once a day); a pending `approval`, and one that nobody answered in time
+    do not start (`no_nodes`, at once and then once a day); a pending `approval`, and one without an answer in time
     (`approval_expired`); a model that could not be written (`promotion_failed`)."""
 
 

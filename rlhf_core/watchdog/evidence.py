@@ -17,7 +17,7 @@ from rlhf_core.run_dir.journal import read_journal
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.base import LONGEST_S
-from rlhf_core.schemas.evaluation_reports import EvaluationReport
+from rlhf_core.schemas.evaluation import EvaluationReport
 from rlhf_core.schemas.failures import NODE_FAILURES, Action, Decision, FailureKind, Incident
 from rlhf_core.schemas.journal import IncidentFound
 from rlhf_core.schemas.regression import Regression, regressions

@@ -37,7 +37,7 @@ from rlhf_core.run_dir.journal import read_journal, scan_journal
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.base import LABEL_CHARACTERS, MESSAGE_CHARACTERS, storable_text, utc_now
 from rlhf_core.schemas.checkpoint_files import CheckpointManifest
-from rlhf_core.schemas.evaluation_reports import EvaluationReport
+from rlhf_core.schemas.evaluation import EvaluationReport
 from rlhf_core.schemas.failures import Decision, Incident
 from rlhf_core.schemas.probe import ProbeReport
 from rlhf_core.schemas.reports import AgentEvent, AgentStatus, AttemptOutcome, MetricsLine, ReconcileNote, TelemetryLine

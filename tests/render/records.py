@@ -13,7 +13,7 @@ from rlhf_core.render.gather import ReportData
 from rlhf_core.render.series import Curve
 from rlhf_core.render.timeline import timeline_from_rows
 from rlhf_core.run_dir.run import RunDir
-from rlhf_core.schemas.evaluation_reports import EvaluationSample
+from rlhf_core.schemas.evaluation import EvaluationSample
 from rlhf_core.schemas.regression import regressions
 from rlhf_core.schemas.reports import SampleLine
 

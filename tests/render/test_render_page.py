@@ -18,7 +18,7 @@ from rlhf_core.render.config_text import as_toml
 from rlhf_core.render.gather import ReportData
 from rlhf_core.render.markup import Markup, duration, number, table, tag
 from rlhf_core.render.series import Curve
-from rlhf_core.schemas.evaluation_reports import EvaluationSample
+from rlhf_core.schemas.evaluation import EvaluationSample
 from rlhf_core.schemas.run import RunSpec
 
 pytestmark = pytest.mark.usefixtures("plots_drawn_once")

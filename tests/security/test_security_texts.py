@@ -38,7 +38,7 @@ from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
-from rlhf_core.schemas.evaluation_reports import EvaluationReport, EvaluationSample
+from rlhf_core.schemas.evaluation import EvaluationReport, EvaluationSample
 from rlhf_core.schemas.failures import Action, Decision, FailureKind, Incident
 from rlhf_core.schemas.promotion import ModelProvenance
 from rlhf_core.text.escaping import (

@@ -17,7 +17,7 @@ from test_preference_runs import spec_of
 from rlhf_core.errors import BadConfig, BadData, RewardFailed, WorkerError
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import Role
-from rlhf_core.schemas.evaluation_reports import EvaluationReport
+from rlhf_core.schemas.evaluation import EvaluationReport
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.supervision import SuperviseSpec

@@ -27,7 +27,7 @@ from rank_launcher import (
 
 from rlhf_core.files.appended import read_models
 from rlhf_core.run_dir.run import RunDir
-from rlhf_core.schemas.evaluation_reports import EvaluationReport
+from rlhf_core.schemas.evaluation import EvaluationReport
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import AgentEvent, MetricsLine, Phase, SampleLine, TrainerWarning
 from rlhf_core.schemas.resources import JOB_END_VARIABLE

@@ -9,7 +9,7 @@ from rank_launcher import TrainingGroup, launch, tiny_spec, training_group, valu
 
 from rlhf_core.files.appended import read_models
 from rlhf_core.run_dir.run import RunDir
-from rlhf_core.schemas.evaluation_reports import EvaluationReport
+from rlhf_core.schemas.evaluation import EvaluationReport
 from rlhf_core.schemas.reports import MetricsLine, Phase
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.types import NullReporter

@@ -7,7 +7,7 @@ from statistics import fmean
 
 import pytest
 
-from rlhf_core.schemas.evaluation_reports import display_order
+from rlhf_core.schemas.evaluation import display_order
 from rlhf_core.training.evaluation.intervals import mean_interval, mean_score
 from rlhf_core.training.evaluation.pass_at_k import mean_pass_at_k, pass_at_k
 

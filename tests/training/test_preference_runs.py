@@ -20,7 +20,7 @@ from rank_launcher import (
 from test_loop_runs import assert_resumed_bitwise, metrics_of
 
 from rlhf_core.run_dir.run import RunDir
-from rlhf_core.schemas.evaluation_reports import EvaluationReport
+from rlhf_core.schemas.evaluation import EvaluationReport
 
 pytestmark = [pytest.mark.training, pytest.mark.end_to_end]
 

@@ -10,7 +10,7 @@ from rlhf_core.launch.model_card import model_card
 from rlhf_core.launch.promote import damage, write_model_directory
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.base import utc_now
-from rlhf_core.schemas.evaluation_reports import EvaluationReport
+from rlhf_core.schemas.evaluation import EvaluationReport
 from rlhf_core.schemas.promotion import ModelProvenance
 from rlhf_core.schemas.run import RunSpec
 

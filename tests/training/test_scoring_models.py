@@ -36,7 +36,7 @@ from transformers import (
 from rlhf_core.errors import BadConfig, ResumeMismatch, RewardFailed
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.algorithms.preference import RewardModelSpec
-from rlhf_core.schemas.evaluation_reports import EvaluationReport
+from rlhf_core.schemas.evaluation import EvaluationReport
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.scoring_models import ScoringModelSpec, ScoringModelState
 from rlhf_core.training.data.chat import rendered

@@ -12,7 +12,7 @@ from test_loop_runs import Counting, Interrupting, final_state, interrupt, kille
 from rlhf_core.files.appended import read_models
 from rlhf_core.files.whole import read_model
 from rlhf_core.run_dir.run import RunDir
-from rlhf_core.schemas.evaluation_reports import EvaluationReport
+from rlhf_core.schemas.evaluation import EvaluationReport
 from rlhf_core.schemas.reports import Phase, SampleLine
 
 pytestmark = [pytest.mark.training, pytest.mark.end_to_end]

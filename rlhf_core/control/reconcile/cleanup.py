@@ -27,7 +27,7 @@ from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir.run import RunDir, run_dirs
 from rlhf_core.schemas.attempts import RunState
 from rlhf_core.schemas.base import utc_now
-from rlhf_core.schemas.evaluation_reports import EvaluationReport
+from rlhf_core.schemas.evaluation import EvaluationReport
 
 log = logging.getLogger("rlhf.daemon")
 

@@ -7,7 +7,7 @@ from rlhf_core.launch.journal import RunRecord, StageRecord, read_record
 from rlhf_core.render.summary import Accuracy, Summary
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import StageName, StageState
-from rlhf_core.schemas.evaluation_reports import EvaluationReport, display_order
+from rlhf_core.schemas.evaluation import EvaluationReport, display_order
 from rlhf_core.schemas.reports import MetricsLine
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.text.formatting import missing_steps

@@ -57,7 +57,7 @@ from rlhf_core.history.tables.sqlalchemy_core import (
     STAGES,
 )
 from rlhf_core.schemas.attempts import ATTEMPT_ENDS
-from rlhf_core.schemas.evaluation_reports import display_order
+from rlhf_core.schemas.evaluation import display_order
 from rlhf_core.schemas.failures import Action
 from rlhf_core.schemas.regression import Regression, regressions
 

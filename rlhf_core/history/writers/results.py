@@ -16,7 +16,7 @@ from rlhf_core.history.tables.sqlalchemy_core import (
 )
 from rlhf_core.history.writers.upserts import Row, columns_of, insert_or_replace
 from rlhf_core.schemas.checkpoint_files import CheckpointManifest
-from rlhf_core.schemas.evaluation_reports import EvaluationReport
+from rlhf_core.schemas.evaluation import EvaluationReport
 
 _MAX_BYTES = 2**63 - 1
 

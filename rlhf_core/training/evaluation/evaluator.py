@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_core.errors import BadData
 from rlhf_core.schemas.algorithms.base import AlgorithmSpec
 from rlhf_core.schemas.base import utc_now
-from rlhf_core.schemas.evaluation_reports import (
+from rlhf_core.schemas.evaluation import (
     CROSS_ENTROPY,
     PASS,
     EvaluationName,

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from rlhf_core.schemas.evaluation_reports import CORRECT_SCORE
+from rlhf_core.schemas.evaluation import CORRECT_SCORE
 from rlhf_core.training.evaluation.intervals import effective_samples, wilson_interval
 
 

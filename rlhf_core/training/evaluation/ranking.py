@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from rlhf_core.schemas.evaluation_reports import EvaluationSample
+from rlhf_core.schemas.evaluation import EvaluationSample
 from rlhf_core.training.types import Row
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rlhf_core.files.lookups import is_there
 from rlhf_core.files.whole import write_model
 from rlhf_core.run_dir.run import RunDir
-from rlhf_core.schemas.evaluation_reports import EvaluationName, EvaluationReport, When
+from rlhf_core.schemas.evaluation import EvaluationName, EvaluationReport, When
 from rlhf_core.training.distributed import Ranks
 
 
