@@ -32,9 +32,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import fault_inject
 from fault_cases import CHAIN, NUM_RANKS, PACE_S, SPACING, Fault, Scenario, on_one_node, scenarios
+from fault_engines import AHEAD_PREFIX, engine_scenarios
 from fault_engines import PREFIX as OF_ENGINES
 from fault_engines import SPLIT_PREFIX as OF_SPLIT
-from fault_engines import engine_scenarios
 from fault_inject import Place, Truth
 from fault_measure import Row, all_incidents, measure, measure_gone, same_parameters
 from fault_runs import DisturbedSite, Stuck, engines, steps
@@ -60,6 +60,7 @@ TABLES = {
     PREFIX: "default floors",
     OF_SCRIPTS: "torchrun script",
     OF_ENGINES: "rollout engines",
+    AHEAD_PREFIX: "engines several steps ahead",
     OF_SPLIT: "split engines",
 }
 """First words of rows, with their table in the page."""

@@ -1,9 +1,12 @@
 """Runs with rollout engines beside the trainers: two nodes, each with two trainer ranks and an engine; or one node with
 a vLLM engine in two processes."""
 
+from dataclasses import replace
+
 from fault_cases import CHAIN, SLURM, Expected, Inside, Kind, Scenario, expect, repeated
 
 PREFIX = "rollout engines"
+AHEAD_PREFIX = "engines several steps ahead"
 SPLIT_PREFIX = "split engine"
 NUM_ENGINES = 2
 SETTINGS = (
@@ -12,6 +15,12 @@ SETTINGS = (
     "rollout.batch_size=4",
     "loops.main.algorithm.samples_per_prompt=4",
 )
+AHEAD = (
+    *SETTINGS,
+    "rollout.max_staleness=2",
+    'loops.main.algorithm.correction="token_truncate"',
+)
+"""Completions go on over changes of weights, so they depend on when those arrive."""
 SPLIT = (
     'rollout.engine="vllm"',
     "rollout.engines=1",
@@ -35,12 +44,18 @@ def _kind(row: str, expected: Expected, **fields: object) -> Kind:
     return Kind(f"{PREFIX}: {row}", expected, num_nodes=2, compared=SETTINGS, more_steps=5, **fields)  # type: ignore[arg-type]
 
 
+def _ahead(kind: Kind) -> Kind:
+    """The same fault in a run whose engines sample several steps ahead, which has not the same bits twice."""
+    row = kind.row.replace(PREFIX, AHEAD_PREFIX)
+    return replace(kind, row=row, expected=replace(kind.expected, same_numbers=False), compared=AHEAD)
+
+
 def _split(row: str, expected: Expected, outside: str) -> Kind:
     # The trainers wait for their only engine: they make no more steps than without a fault.
     return Kind(f"{SPLIT_PREFIX}: {row}", expected, num_nodes=1, outside=outside, compared=SPLIT)
 
 
-KINDS: tuple[Kind, ...] = (
+_BESIDE_TRAINERS = (
     _kind("SIGKILL an engine", _KILLED, outside="kill_engine"),
     _kind("SIGSTOP an engine", _HUNG, outside="stop_engine"),
     _kind("SIGKILL an engine in a sync of weights", _KILLED, inside=_in_an_engine("sync", "SIGKILL")),
@@ -53,6 +68,10 @@ KINDS: tuple[Kind, ...] = (
         expect("engine", "restart_workers", "rank", "death"),
         inside=_in_an_engine("probe", "other"),
     ),
+)
+KINDS: tuple[Kind, ...] = (
+    *_BESIDE_TRAINERS,
+    *map(_ahead, _BESIDE_TRAINERS),
     _split("SIGKILL one of its two processes", _KILLED, "kill_engine_part"),
     _split("SIGSTOP one of its two processes", _HUNG, "stop_engine_part"),
 )

@@ -8,8 +8,8 @@ import fault_inject
 import pytest
 from campaign import LONGEST_RUN, require_learning
 from fault_cases import CHAIN, CONTROLS, KINDS, SPACING, scenarios
+from fault_engines import AHEAD, SETTINGS, SPLIT, engine_scenarios
 from fault_engines import KINDS as OF_ENGINES
-from fault_engines import SETTINGS, SPLIT, engine_scenarios
 from fault_measure import Row, again_limit_s, passed_by
 from fault_runs import Stuck
 from fault_soon import CONTROLS as SILENT
@@ -150,7 +150,7 @@ def test_engines_are_struck_as_often_as_asked_for_and_compared_with_a_run_that_h
     assert {kind.row: rows.count(kind.row) for kind in OF_ENGINES} == {kind.row: 5 for kind in OF_ENGINES}
     assert len({scenario.name for scenario in plan}) == len(plan)
     for scenario in plan:
-        assert scenario.compared in (SETTINGS, SPLIT)
+        assert scenario.compared in (SETTINGS, AHEAD, SPLIT)
         assert set(scenario.compared) <= set(scenario.settings)
         assert scenario.total_steps <= LONGEST_RUN, "the undisturbed run is shorter"
     local = engine_scenarios(0, 1, frozenset())
