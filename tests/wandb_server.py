@@ -64,13 +64,13 @@ def wandb_server(port: int = 0) -> Iterator[WandbRuns]:
             body = self._body()
             if self.path.endswith("/graphql"):
                 request = json.loads(body)
-                operation = re.search(r"(?:query|mutation)\s+(\w+)", request["query"])
-                variables = request.get("variables") or {}
-                if operation and operation[1] == "UpsertBucket" and runs.num_refusals > 0:
+                found = re.search(r"(?:query|mutation)\s+(\w+)", request["query"])
+                operation = found[1] if found else ""
+                if operation == "UpsertBucket" and runs.num_refusals > 0:
                     runs.num_refusals -= 1
                     self._send({"errors": [{"message": "permission denied"}]}, 403)
                 else:
-                    self._send({"data": runs.answer(operation[1] if operation else "", variables)})
+                    self._send({"data": runs.answer(operation, request.get("variables") or {})})
             elif self.path.endswith("/file_stream"):
                 runs.stream(self.path.split("/")[-2], json.loads(body).get("files") or {})
                 self._send({"exitcode": None, "limits": {}})

@@ -343,6 +343,20 @@ def test_a_proxy_whose_wandb_server_is_away_is_named(
             follower.update()
 
 
+def test_an_address_that_is_none_of_wandb_is_named(
+    run: RunFiles, store: HistoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Handler(QuietHandler):
+        def do_GET(self) -> None:
+            self.wfile.write(b"another protocol\r\n")
+
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    with serving(Handler) as port:
+        follower = RunFollower(store, run.run_id, WandbServerRun(f"http://127.0.0.1:{port}", run.run_id))
+        with pytest.raises(BadInput, match=r"W&B at .* does not take the export: another protocol"):
+            follower.update()
+
+
 def test_a_run_that_wandb_refused_is_taken_later(
     run: RunFiles, store: HistoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from http import HTTPStatus
+from http.client import HTTPException
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -208,18 +209,18 @@ class WandbServerRun(WandbRun):
             remove_tree(files)
 
     def _require_answer(self) -> None:
-        """Check that the server answers, whatever it answers: wandb keeps the id of a run that could not be begun as in
-        use while this process has other runs open.
+        """Check that a server answers at the address: wandb keeps the id of a run that could not be begun as in use
+        while this process has other runs open.
 
         Raises:
-            BadInput: the server is away.
+            BadInput: none does, or it is away behind its proxy.
         """
         try:
             urllib.request.urlopen(self._out, timeout=_ANSWER_TIMEOUT_S).close()
         except urllib.error.HTTPError as error:
             if error.code in _AWAY:
                 raise self._refused(str(error)) from error
-        except OSError as error:
+        except (OSError, HTTPException) as error:
             reason = getattr(error, "reason", error)
             if not isinstance(reason, ssl.SSLError):  # wandb may have been told to trust it
                 raise self._refused(str(reason)) from error
