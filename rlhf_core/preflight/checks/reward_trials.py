@@ -1,4 +1,4 @@
-"""Rewards of rows of the data, found by one call of each function in the compute interpreter
+"""Checks of the reward functions, based on their trial on rows of the data in the compute interpreter
 (``rlhf_core/training/probes/reward_functions.py``)."""
 
 from collections.abc import Iterator

@@ -218,9 +218,8 @@ def _made(factory: Callable[[], object]) -> Any:
 
 def _description(name: str, tool: Callable[..., Any]) -> dict[str, Any]:
     """Description of a tool for the chat template."""
-    from transformers.utils.chat_template_utils import (
-        get_json_schema,
-    )  # seconds, which an environment without tools saves
+    # An import of seconds, which an environment without tools saves.
+    from transformers.utils.chat_template_utils import get_json_schema
 
     try:
         found: dict[str, Any] = get_json_schema(tool)

@@ -32,10 +32,7 @@ from rlhf_core.training.distributed import Ranks, collective_timeout, init_proce
 from rlhf_core.training.environments.pool import EnvironmentPool
 from rlhf_core.training.evaluation.evaluator import load_evaluator
 from rlhf_core.training.evaluation.report_files import are_written, write_reports
-from rlhf_core.training.models.adapters import (
-    base_fingerprint,
-    is_adapter,
-)
+from rlhf_core.training.models.adapters import base_fingerprint, is_adapter
 from rlhf_core.training.models.causal_lm import PolicyModel, prepare_initial_model, tokenizer_folder
 from rlhf_core.training.models.embeddings import replace_padding, require_embeddings
 from rlhf_core.training.models.lean_layers import use_gradient_checkpointing
