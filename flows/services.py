@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 
 from flows.deployments import work_pool
+from flows.prefect_imports import import_prefect
 from flows.server.required import require
 from flows.server.settings import (
     answers_in_time,
@@ -116,6 +117,7 @@ def _set_up(site: Site) -> None:
     """Configure the server as the site needs it."""
     quiet_settings(site.home)
     os.environ.update(client_settings(site, own_url(site)))
+    import_prefect()
     work_pool.set_up(site)
 
 

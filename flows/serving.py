@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from queue import SimpleQueue
 
+from flows.prefect_imports import import_prefect
 from flows.server.settings import (
     WORKER_SETTINGS,
     answers,
@@ -87,6 +88,7 @@ def _beat_while(is_well: Callable[[], bool], beat: Heartbeat) -> None:
 
 
 def _serve_worker(site: Site, beat: Heartbeat) -> None:
+    import_prefect()
     with uncollected():
         from flows import worker
 
@@ -94,6 +96,7 @@ def _serve_worker(site: Site, beat: Heartbeat) -> None:
 
 
 def _serve_daemon(site: Site, beat: Heartbeat) -> None:
+    import_prefect()
     with uncollected():
         from flows import daemon
 

@@ -28,7 +28,7 @@ Heartbeat = Callable[[], None]
 
 MAX_WAITING = 100
 """Flow-run processes that may wait for an approval, beyond those that drive a run: Prefect treats them as paused, and
-they take no slot of the work pool. Each uses some 200 MB, hence the limit."""
+they take no slot of the work pool. Each uses some 130 MB, hence the limit."""
 
 FLOW_STOP_TIMEOUT_S = 20.0
 """Time that flow-run processes have to release their runs before they are killed."""

@@ -80,7 +80,7 @@ def _job_template(site: Site) -> dict[str, Any]:
 
     template = ProcessWorker.get_default_base_job_template()
     log = flow_run_log(site.home)
-    script = 'unset PYTHONSAFEPATH; exec "$0" -P -m rlhf_core.garbage prefect.engine >>"$1" 2>&1'
+    script = 'unset PYTHONSAFEPATH; exec "$0" -P -m flows.prefect_imports prefect.engine >>"$1" 2>&1'
     variables = template["variables"]["properties"]
     variables["command"]["default"] = shlex.join(["/bin/sh", "-c", script, sys.executable, str(log)])
     variables["stream_output"]["default"] = False

@@ -207,6 +207,10 @@ def test_without_the_policy_requests_leave_the_machine(site: Site) -> None:
 def test_a_stopped_worker_lets_its_flow_runs_clean_up(site: Site, tmp_path: Path) -> None:
     run = start_flow(site, tmp_path / "a")
     pid = int(until(lambda: (tmp_path / "a" / "begun").exists() and (tmp_path / "a" / "begun").read_text()))
+    for name, process in {**site.pids(), "flow run": pid}.items():
+        maps = Path(f"/proc/{process}/maps").read_text()
+        assert "pydantic" in maps, name
+        assert "/pandas/" not in maps, f"{name}: Prefect imports it, which takes longer than the rest of Prefect"
     site.rlhf("down", "worker")
     assert not psutil.pid_exists(pid)
     assert (tmp_path / "a" / "let go").exists(), "its lease would be given back here"

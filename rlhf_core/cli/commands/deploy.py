@@ -67,6 +67,9 @@ def deploy(
     _require_good_config(config, set_ or ())
     site = site_in_prefect()
     _warn_of_other_user(site)
+    from flows.prefect_imports import import_prefect
+
+    import_prefect()
     from flows.deployments.registration import register
     from rlhf_core.machine.accounts import user_name
 
@@ -130,6 +133,9 @@ def submit(
     site = site_in_prefect()
     if Path(config).is_file():  # otherwise, it was stored by the user who deployed it
         _warn_of_other_user(site)
+    from flows.prefect_imports import import_prefect
+
+    import_prefect()
     from flows.deployments.submission import submit_config
     from rlhf_core.machine.accounts import user_name
 

@@ -21,6 +21,7 @@ def reconcile(
 ) -> None:
     """Compare the database, Prefect and the scheduler once and repair differences, as the site daemon does
     continuously. Exit code 1 if an action failed."""
+    from flows.prefect_imports import import_prefect
     from flows.server.required import connect_if_any
     from rlhf_core.config.site import load_site
     from rlhf_core.control.reconcile.once import poll_once, reconcile_once
@@ -28,7 +29,8 @@ def reconcile(
 
     site = load_site()
     connect_if_any(site)
-    from flows.daemon import flow_runs_of  # imports Prefect, which reads its settings then
+    import_prefect()  # only now, because it reads its settings then
+    from flows.daemon import flow_runs_of
 
     flow_runs = flow_runs_of(site)
     found: list[tuple[ReconcileAction, bool | None, str]]

@@ -264,6 +264,9 @@ def _carry_out(controller: "Controller", no_prefect: bool) -> None:
 
             drive(controller)
         else:
+            from flows.prefect_imports import import_prefect
+
+            import_prefect()
             from flows.run import run_in_prefect
 
             run_in_prefect(controller)

@@ -16,7 +16,6 @@ import itertools
 import logging
 import math
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_core.errors import ResumeMismatch
+from rlhf_core.hidden_modules import hidden
 from rlhf_core.machine.variables import with_variables
 from rlhf_core.schemas.loops import OptimizerSpec
 from rlhf_core.schemas.trainers import LIVE_ELEMENTS, REDUCE_BUCKET_ELEMENTS, NativeTrainer
@@ -252,7 +252,9 @@ def load_deepspeed(*, on_cpu: bool) -> Any:
     """Import DeepSpeed, which takes more than a second the first time; does not initialise CUDA or process groups."""
     if on_cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"  # otherwise DeepSpeed probes for other devices and warns
-    with _quick_and_quiet(), _without("mlflow"):
+    # DeepSpeed's autotuner, which is not used here, imports MLflow if it is installed, and that pandas, FastAPI and
+    # its telemetry: a second at every start and restart, four fifths of the time to import DeepSpeed.
+    with _quick_and_quiet(), hidden("mlflow"):
         import deepspeed
 
         deepspeed.utils.logger.setLevel(logging.WARNING)
@@ -289,23 +291,6 @@ def _sample_of(policy: nn.Module) -> Tensor:
         flat = [own_part(parameter) for parameter in policy.parameters() if parameter.requires_grad]
         places = torch.arange(_SAMPLED_ENTRIES, device=flat[0].device)
         return torch.stack([values[places * len(values) // _SAMPLED_ENTRIES] for values in flat])
-
-
-@contextlib.contextmanager
-def _without(module: str) -> Iterator[None]:
-    """Hide an installed module from imports within the block.
-
-    DeepSpeed's autotuner, which we do not use, imports MLflow if it is installed, and MLflow imports pandas, FastAPI
-    and its telemetry: a second at every start and restart, four fifths of the time to import DeepSpeed.
-    """
-    if module in sys.modules:
-        yield
-        return
-    sys.modules[module] = None  # type: ignore[assignment]  # marks the module as missing for the import system
-    try:
-        yield
-    finally:
-        del sys.modules[module]
 
 
 @contextlib.contextmanager
