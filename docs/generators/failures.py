@@ -67,8 +67,9 @@ wait between them grows as above.
   `trainer.micro_batch_tokens` is set, it is halved instead of `trainer.micro_batch_size`, down to the longest sequence.
   During setup, where none of these sizes matters yet, only `trainer.zero_stage` and `trainer.offload` change, so that
   an engine or evaluator is not started again. The global batch stays the same, and so does the gradient
-  (`supervise.oom_remediation`). The run ends after {most_remedies}
-  attempts in a row without a new checkpoint, or `supervise.max_attempts` if that is more.
+  (`supervise.oom_remediation`). If nothing is left to change, the decision says what you can do, for instance let ranks
+  share each sequence (`trainer.sequence_parallel`). The run ends after {most_remedies} attempts in a row
+  without a new checkpoint, or `supervise.max_attempts` if that is more.
 - **A loss that is not finite**: go back once to the checkpoint before the newest.
 - **Training that no longer learns** (`[health]`): go back once to the newest checkpoint that is older than the window
   of steps that was judged.

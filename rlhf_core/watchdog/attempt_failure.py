@@ -15,7 +15,7 @@ from rlhf_core.files.lookups import is_there
 from rlhf_core.files.whole import read_model
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobState
-from rlhf_core.schemas.attempts import AttemptState
+from rlhf_core.schemas.attempts import AttemptState, Role
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.changes import with_changes
 from rlhf_core.schemas.failures import Action, DecidedBy, Decision, FailureKind, Incident
@@ -76,7 +76,7 @@ def explain(
     stopped = _stopped_by_health(spec, incident)
     remedy = _Remedy() if stopped else _remedy(run_dir, kind, spec, placement, rolled_back, incident)
     if not remedy.what and kind is FailureKind.CUDA_OOM:
-        stopped = stopped or _stopped_in_setup(spec, incident)
+        stopped = stopped or _stopped_without_memory(spec, incident)
     choice = stopped or decide_next(
         kind,
         failures,
@@ -131,15 +131,26 @@ def _stopped_by_health(spec: RunSpec, incident: Incident | None) -> Choice | Non
     return Choice(Action.STOP, f'health.actions.{rule} is "stop": no older checkpoint is tried')
 
 
-def _stopped_in_setup(spec: RunSpec, incident: Incident | None) -> Choice | None:
-    """The decision to stop, if a GPU ran out of memory during setup, where smaller batches were left out on purpose."""
-    if incident is None or incident.phase != Phase.SETUP or not spec.supervise.oom_remediation:
-        return None
-    if spec.trainer.kind == "command":  # its own arguments may help
-        return None
-    why = "smaller batches do not help during setup, and nothing more can be split or moved to main memory"
-    advice = "use more or larger GPUs, or end other processes on them"
-    return Choice(Action.STOP, f"{FailureKind.CUDA_OOM} is not retried, because {why}: {advice}")
+def _stopped_without_memory(spec: RunSpec, incident: Incident | None) -> Choice:
+    """The decision to stop after a GPU ran out of memory and no change is left that would help, with advice."""
+    role, phase = (incident.role, incident.phase) if incident is not None else (None, "")
+    if not spec.supervise.oom_remediation:
+        why = "supervise.oom_remediation is false: lower the memory yourself; `rlhf plan` shows what takes it"
+    elif spec.trainer.kind == "command":
+        why = "only the arguments of its command change its memory: use smaller batches, or more or larger GPUs"
+    elif phase == Phase.SETUP:
+        why = (
+            "smaller batches do not help during setup, and nothing more can be split or moved to main memory: use more "
+            "or larger GPUs, or end other processes on them"
+        )
+    else:
+        trains = role in (None, Role.TRAINER) and spec.num_ranks > 1
+        share = "let ranks share each sequence (trainer.sequence_parallel), " if trains else ""
+        why = (
+            f"nothing more can be reduced without changing the global batch: {share}use shorter sequences, or more or "
+            "larger GPUs"
+        )
+    return Choice(Action.STOP, f"{FailureKind.CUDA_OOM} is not retried, because {why}")
 
 
 def _remedy(

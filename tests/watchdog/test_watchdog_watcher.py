@@ -18,6 +18,7 @@ from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.reports import AttemptOutcome
 from rlhf_core.schemas.resources import Placement, Submission
+from rlhf_core.schemas.run import RunSpec
 from rlhf_core.watchdog.attempt_failure import explain
 from rlhf_core.watchdog.evidence import read_earlier_attempts, scheduler_log
 from rlhf_core.watchdog.watcher import (
@@ -315,6 +316,36 @@ def test_out_of_memory_is_retried_with_less_memory_while_possible(run_dir: RunDi
     assert explain(run_dir, snapshot, nothing_left, first_attempt=1).decision.action is Action.STOP
     off = make_spec(supervise={"oom_remediation": False})
     assert explain(run_dir, snapshot, off, first_attempt=1).decision.action is Action.STOP
+
+
+SMALLEST = make_spec(
+    train={"micro_batch_size": 1, "gradient_checkpointing": True}, trainer={"zero_stage": 3}, rollout={"batch_size": 1}
+)
+COMMAND = RunSpec.model_validate(
+    {"name": "t", "data": {"answer_column": ""}, "trainer": {"kind": "command", "argv": ["x"], "num_steps": 1}}
+)
+
+
+@pytest.mark.parametrize(
+    ("spec", "role", "phase", "advice"),
+    [
+        (SMALLEST, Role.TRAINER, "train", "let ranks share each sequence (trainer.sequence_parallel)"),
+        (SMALLEST, Role.ROLLOUT, "rollout", "without changing the global batch: use shorter sequences"),
+        (SMALLEST, Role.TRAINER, "setup", "end other processes on them"),
+        (COMMAND, Role.TRAINER, "setup", "only the arguments of its command"),
+        (make_spec(supervise={"oom_remediation": False}), Role.TRAINER, "train", "supervise.oom_remediation is false"),
+    ],
+    ids=["training", "engine", "setup", "command", "off"],
+)
+def test_a_run_that_ends_out_of_memory_says_what_can_be_done(
+    run_dir: RunDir, spec: RunSpec, role: Role, phase: str, advice: str
+) -> None:
+    agent = FakeAgent(run_dir)
+    agent.begin()
+    agent.fail(FailureKind.CUDA_OOM, message="rank 1 ran out of memory", role=role, phase=phase)
+    decision = explain(run_dir, ended(run_dir), spec, first_attempt=1).decision
+    assert decision.action is Action.STOP
+    assert advice in decision.reason
 
 
 @pytest.mark.parametrize(
