@@ -25,7 +25,7 @@ from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.reports import MetricsLine
 from rlhf_core.schemas.resources import Placement
 
-pytestmark = [pytest.mark.end_to_end, pytest.mark.training, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.end_to_end, pytest.mark.training]
 
 NUM_RANKS = 2
 """Enough ranks for each mechanism: a rank and its peer, the agent of the first node and another. The campaign has

@@ -41,6 +41,10 @@ TINY_MODEL: dict[str, Any] = {
 }
 
 
+TIMEOUT_S = 900.0
+"""For ranks that never end, in seconds: other work on the machine may make any scenario slow."""
+
+
 @dataclass(frozen=True)
 class RankResult:
     """Outcome of one rank."""
@@ -57,7 +61,7 @@ def launch(
     scenario: Any,
     num_ranks: int,
     scratch: Path,
-    timeout_s: float = 120,
+    timeout_s: float = TIMEOUT_S,
     prefix: tuple[str, ...] = (),
     *,
     with_vllm: bool = False,

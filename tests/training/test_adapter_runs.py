@@ -151,12 +151,12 @@ def on_one_rank(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> list[dict[str, Any]]:
-    return values(launch(every_scenario, 2, folder / "launch", timeout_s=900, folder=str(folder), module=__name__))
+    return values(launch(every_scenario, 2, folder / "launch", folder=str(folder), module=__name__))
 
 
 @pytest.fixture(scope="module")
 def alone(results: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
-    (found,) = values(launch(on_one_rank, 1, folder / "one-launch", timeout_s=300, folder=str(folder)))
+    (found,) = values(launch(on_one_rank, 1, folder / "one-launch", folder=str(folder)))
     answers: dict[str, Any] = found
     return answers
 

@@ -128,7 +128,7 @@ def every_run(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = values(launch(every_run, 1, folder / "launch", timeout_s=300, folder=str(folder)))[0]
+    found: dict[str, Any] = values(launch(every_run, 1, folder / "launch", folder=str(folder)))[0]
     return found
 
 

@@ -115,7 +115,7 @@ def used_bytes() -> int:
 
 @pytest.mark.parametrize(("kind", "dtype"), [("tied", "bfloat16"), ("untied", "float32"), ("tied", "float32")])
 def test_every_version_is_taken_over_whole(tmp_path: Path, kind: str, dtype: str) -> None:
-    (found,) = values(launch(versions, 1, tmp_path / "logs", 300, folder=str(tmp_path), kind=kind, dtype=dtype))
+    (found,) = values(launch(versions, 1, tmp_path / "logs", folder=str(tmp_path), kind=kind, dtype=dtype))
     assert [one["gap"] < CLOSE[dtype] for one in found["versions"]] == [True] * 4, found
     assert all(one["diverse"] for one in found["versions"])
     if dtype == "float32":
@@ -143,7 +143,7 @@ def adapters(rank: int, num_ranks: int, folder: str) -> list[dict[str, Any]]:
 
 
 def test_every_version_of_an_adapter_is_taken_over(tmp_path: Path) -> None:
-    (found,) = values(launch(adapters, 1, tmp_path / "logs", 300, folder=str(tmp_path)))
+    (found,) = values(launch(adapters, 1, tmp_path / "logs", folder=str(tmp_path)))
     assert [one["gap"] < CLOSE_ADAPTED for one in found] == [True] * 3, found
     assert found[0]["drawn"] != found[1]["drawn"] != found[2]["drawn"]
 

@@ -145,7 +145,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineGroup]:
 def results(folder: Path, engines: EngineGroup) -> list[dict[str, str]]:
     until(lambda: all(engines.address(rank) for rank in range(engines.num)))
     addresses = str(RunDir(engines.root).attempt(1).engines)
-    return values(launch(every_scenario, 2, folder / "launch", 400, folder=str(folder), engines=addresses))
+    return values(launch(every_scenario, 2, folder / "launch", folder=str(folder), engines=addresses))
 
 
 def metrics(folder: Path, name: str) -> dict[int, dict[str, float]]:

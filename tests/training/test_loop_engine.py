@@ -345,7 +345,7 @@ def plain_torch(folder: Path) -> tuple[list[float], dict[str, Any]]:
 @pytest.fixture(scope="module")
 def two_ranks(folder: Path) -> list[dict[str, Any]]:
     arguments: dict[str, Any] = {"run_dir": str(folder / "run"), "micro_batch_sizes": [1, 4, 6]}
-    return values(launch(every_scenario, 2, folder / "two", timeout_s=300, **arguments))
+    return values(launch(every_scenario, 2, folder / "two", **arguments))
 
 
 @pytest.fixture(scope="module")

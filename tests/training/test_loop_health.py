@@ -519,7 +519,7 @@ def test_two_real_ranks_end_a_degenerate_run_together_and_leave_a_healthy_one(tm
         "names": ["seed 1", "seeds from ranks on one node", "weights that do not change"],
         "num_steps": 25,  # of which each after the 20th is judged by every rule
     }
-    found = values(launch(make_runs, 2, tmp_path / "launch", timeout_s=600, **arguments))
+    found = values(launch(make_runs, 2, tmp_path / "launch", **arguments))
     assert found[0] == found[1], "all ranks say the same"
     assert found[0]["seed 1"] == "done"
     same, frozen = found[0]["seeds from ranks on one node"], found[0]["weights that do not change"]

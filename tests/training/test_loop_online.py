@@ -201,13 +201,13 @@ def resumed_between_loops(group: TrainingGroup) -> list[str]:
 
 @pytest.fixture(scope="module")
 def two_ranks(folder: Path) -> list[dict[str, Any]]:
-    return values(launch(every_scenario, 2, folder / "two", 300, folder=str(folder), names=list(RUNS)))
+    return values(launch(every_scenario, 2, folder / "two", folder=str(folder), names=list(RUNS)))
 
 
 @pytest.fixture(scope="module")
 def one_rank(folder: Path) -> list[dict[str, Any]]:
     names = [*SAMPLING, "several", *KILLED]
-    return values(launch(every_scenario, 1, folder / "one", 300, folder=str(folder), names=names))
+    return values(launch(every_scenario, 1, folder / "one", folder=str(folder), names=names))
 
 
 @pytest.mark.parametrize("name", RUNS)

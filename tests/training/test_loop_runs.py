@@ -290,12 +290,12 @@ def resumed_with_another_reference(group: TrainingGroup) -> list[str]:
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> list[dict[str, Any]]:
-    return values(launch(every_scenario, 2, folder / "launch", timeout_s=600, folder=str(folder), module=__name__))
+    return values(launch(every_scenario, 2, folder / "launch", folder=str(folder), module=__name__))
 
 
 @pytest.fixture(scope="module")
 def one_rank(results: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
-    (found,) = values(launch(on_one_rank, 1, folder / "one-launch", 300, folder=str(folder)))
+    (found,) = values(launch(on_one_rank, 1, folder / "one-launch", folder=str(folder)))
     return dict(found)
 
 

@@ -171,12 +171,12 @@ def on_one_rank(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> list[dict[str, Any]]:
-    return values(launch(every_scenario, 2, folder / "launch", timeout_s=600, folder=str(folder), module=__name__))
+    return values(launch(every_scenario, 2, folder / "launch", folder=str(folder), module=__name__))
 
 
 @pytest.fixture(scope="module")
 def evaluated(results: list[dict[str, Any]], folder: Path) -> None:
-    launched = launch(evaluated_runs, 2, folder / "evaluated-launch", 300, folder=str(folder))
+    launched = launch(evaluated_runs, 2, folder / "evaluated-launch", folder=str(folder))
     assert values(launched) == [["done", "done"]] * 2
 
 

@@ -546,7 +546,7 @@ def results(folder: Path) -> list[dict[str, Any]]:
     RewardModel(model).requires_grad_(False).classifier.score.weight.zero_()  # type: ignore[union-attr, operator]
     model.save_pretrained(folder / "zero")
     shutil.copy(folder / "zero" / "model.safetensors", folder / "zero.safetensors")
-    return values(launch(every_scenario, 2, folder / "launch", timeout_s=300, folder=str(folder), module=__name__))
+    return values(launch(every_scenario, 2, folder / "launch", folder=str(folder), module=__name__))
 
 
 @pytest.mark.end_to_end

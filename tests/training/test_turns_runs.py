@@ -72,12 +72,12 @@ def resumed(rank: int, num_ranks: int, folder: str) -> str:
 
 @pytest.fixture(scope="module")
 def two_ranks(folder: Path) -> list[dict[str, Any]]:
-    return values(launch(every_scenario, 2, folder / "two", 400, folder=str(folder)))
+    return values(launch(every_scenario, 2, folder / "two", folder=str(folder)))
 
 
 @pytest.fixture(scope="module")
 def one_rank(folder: Path) -> list[dict[str, Any]]:
-    return values(launch(every_scenario, 1, folder / "one", 400, folder=str(folder)))
+    return values(launch(every_scenario, 1, folder / "one", folder=str(folder)))
 
 
 @pytest.mark.parametrize("name", RUNS)
