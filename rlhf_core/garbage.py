@@ -36,7 +36,12 @@ def collect_rarely() -> None:
     atexit.register(gc.freeze)
 
 
-if __name__ == "__main__":
+def run_module() -> None:
+    """Run the module that this program's arguments name, with the rest of them and rare collections."""
     collect_rarely()
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    run_module()

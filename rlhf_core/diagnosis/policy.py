@@ -101,6 +101,11 @@ UNDECIDED: dict[FailureKind, Rule] = {
 """Rules that apply instead if the kind is not proven, as by the text of a log alone: one more start confirms it."""
 
 
+def not_retried(kind: FailureKind, why: str) -> Choice:
+    """The decision to stop, for a reason that no further start would change."""
+    return Choice(Action.STOP, f"{kind} is not retried, because {why}")
+
+
 def decide_in_place(
     kind: FailureKind,
     restarts_without_progress: int,
@@ -126,7 +131,7 @@ def decide_in_place(
     """
     rule = _rule(kind, undecided)
     if (rule.in_place == 0 and rule.attempts == 0) or (rule.in_place == REMEDY and not remedy):
-        return Choice(Action.STOP, f"{kind} is not retried, because {rule.why}")
+        return not_retried(kind, rule.why)
     if kind is FailureKind.UNKNOWN and same_fingerprint_before:
         return Choice(Action.STOP, "the same unknown failure recurred after a restart in place: it is not chance")
     if rule.in_place == REMEDY:
@@ -175,7 +180,7 @@ def decide_next(
     """
     rule = _rule(kind, undecided)
     if rule.attempts == 0 or (rule.attempts == REMEDY and not remedy):
-        return Choice(Action.STOP, f"{kind} is not retried, because {rule.why}")
+        return not_retried(kind, rule.why)
     if kind is FailureKind.UNKNOWN and same_fingerprint_before:
         return Choice(Action.STOP, "the same unknown failure recurred: it is not chance")
     if rule.attempts == UNCOUNTED:

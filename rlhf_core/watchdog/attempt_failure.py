@@ -9,7 +9,15 @@ from pydantic import JsonValue
 
 from rlhf_core.diagnosis.classify import Evidence, classify
 from rlhf_core.diagnosis.failure import Failure, fingerprint
-from rlhf_core.diagnosis.policy import Choice, decide_next, excluded_after, oom_remedy, rollback_step
+from rlhf_core.diagnosis.policy import (
+    RULES,
+    Choice,
+    decide_next,
+    excluded_after,
+    not_retried,
+    oom_remedy,
+    rollback_step,
+)
 from rlhf_core.files.appended import read_tail
 from rlhf_core.files.lookups import is_there
 from rlhf_core.files.whole import read_model
@@ -133,24 +141,28 @@ def _stopped_by_health(spec: RunSpec, incident: Incident | None) -> Choice | Non
 
 def _stopped_without_memory(spec: RunSpec, incident: Incident | None) -> Choice:
     """The decision to stop after a GPU ran out of memory and no change is left that would help, with advice."""
-    role, phase = (incident.role, incident.phase) if incident is not None else (None, "")
-    if not spec.supervise.oom_remediation:
+    role, phase = _place_of(incident)
+    in_trainer = role in (None, Role.TRAINER)
+    larger = "or more or larger GPUs"
+    if in_trainer and spec.trainer.kind == "command":
+        why = f"only the arguments of its command change its memory: use smaller batches, {larger}"
+    elif not spec.supervise.oom_remediation:
         why = "supervise.oom_remediation is false: lower the memory yourself; `rlhf plan` shows what takes it"
-    elif spec.trainer.kind == "command":
-        why = "only the arguments of its command change its memory: use smaller batches, or more or larger GPUs"
     elif phase == Phase.SETUP:
         why = (
             "smaller batches do not help during setup, and nothing more can be split or moved to main memory: use more "
             "or larger GPUs, or end other processes on them"
         )
     else:
-        trains = role in (None, Role.TRAINER) and spec.num_ranks > 1
-        share = "let ranks share each sequence (trainer.sequence_parallel), " if trains else ""
-        why = (
-            f"nothing more can be reduced without changing the global batch: {share}use shorter sequences, or more or "
-            "larger GPUs"
-        )
-    return Choice(Action.STOP, f"{FailureKind.CUDA_OOM} is not retried, because {why}")
+        shares = in_trainer and spec.num_ranks > 1 and phase not in (Phase.ROLLOUT, Phase.EVALUATE)
+        share = "let ranks share each sequence (trainer.sequence_parallel), " if shares else ""
+        why = f"{RULES[FailureKind.CUDA_OOM].why}: {share}use shorter sequences, {larger}"
+    return not_retried(FailureKind.CUDA_OOM, why)
+
+
+def _place_of(incident: Incident | None) -> tuple[Role | None, str]:
+    """Role and phase of an incident, as far as they are known."""
+    return (incident.role, incident.phase) if incident is not None else (None, "")
 
 
 def _remedy(
@@ -163,7 +175,7 @@ def _remedy(
 ) -> _Remedy:
     before = dict(placement.config_diff) if placement is not None else {}
     if kind is FailureKind.CUDA_OOM and spec.supervise.oom_remediation:
-        role, phase = (incident.role, incident.phase) if incident is not None else (None, "")
+        role, phase = _place_of(incident)
         changes = oom_remedy(with_changes(spec, before), role, phase)
         what = ", ".join(f"{name} = {value}" for name, value in changes.items())
         return _Remedy(f"continuing with {what}; the global batch is unchanged" if what else "", changes)

@@ -332,10 +332,12 @@ COMMAND = RunSpec.model_validate(
         (SMALLEST, Role.TRAINER, "train", "let ranks share each sequence (trainer.sequence_parallel)"),
         (SMALLEST, Role.ROLLOUT, "rollout", "without changing the global batch: use shorter sequences"),
         (SMALLEST, Role.TRAINER, "setup", "end other processes on them"),
+        (SMALLEST, Role.TRAINER, "rollout", "without changing the global batch: use shorter sequences"),
         (COMMAND, Role.TRAINER, "setup", "only the arguments of its command"),
+        (COMMAND, Role.EVALUATOR, "setup", "end other processes on them"),
         (make_spec(supervise={"oom_remediation": False}), Role.TRAINER, "train", "supervise.oom_remediation is false"),
     ],
-    ids=["training", "engine", "setup", "command", "off"],
+    ids=["training", "engine", "setup", "sampling", "command", "evaluator of a command", "off"],
 )
 def test_a_run_that_ends_out_of_memory_says_what_can_be_done(
     run_dir: RunDir, spec: RunSpec, role: Role, phase: str, advice: str

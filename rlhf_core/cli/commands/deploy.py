@@ -67,9 +67,6 @@ def deploy(
     _require_good_config(config, set_ or ())
     site = site_in_prefect()
     _warn_of_other_user(site)
-    from flows.prefect_imports import import_prefect
-
-    import_prefect()
     from flows.deployments.registration import register
     from rlhf_core.machine.accounts import user_name
 
@@ -133,9 +130,6 @@ def submit(
     site = site_in_prefect()
     if Path(config).is_file():  # otherwise, it was stored by the user who deployed it
         _warn_of_other_user(site)
-    from flows.prefect_imports import import_prefect
-
-    import_prefect()
     from flows.deployments.submission import submit_config
     from rlhf_core.machine.accounts import user_name
 
@@ -183,12 +177,14 @@ def _warn_of_other_user(site: "Site") -> None:
 
 
 def site_in_prefect() -> "Site":
-    """Load the site's settings, and set Prefect's own before it is imported."""
+    """Load the site's settings, and import Prefect once its own are set."""
+    from flows.prefect_imports import import_prefect
     from flows.server.required import require
     from rlhf_core.config.site import load_site
 
     site = load_site()
     require(site)
+    import_prefect()
     return site
 
 
