@@ -58,18 +58,19 @@ wait between them grows as above.
 *With a remedy* means that the failure is retried only if the next attempt changes something:
 
 - **CUDA out of memory**: halve `trainer.micro_batch_size` down to 1; then turn on `trainer.gradient_checkpointing`;
-  then use the next `trainer.zero_stage` (with several ranks); then `trainer.offload` (on GPUs); then halve
-  `rollout.batch_size`. In a trainer that samples itself with `transformers`, a rollout or evaluation that ran out of
-  memory first halves `rollout.batch_size` down to {few_completions} (if the evaluation also scores rows, together with
-  the micro-batch), then continues with `trainer.zero_stage`. With `vllm` in the trainer, sampling begins with
-  `trainer.zero_stage`. For a rollout engine, only `rollout.batch_size` is halved; for an evaluator, both that and the
-  micro-batch. Where nothing is sampled, as with `evaluate.completions = false`, `rollout.batch_size` stays. If
-  `trainer.micro_batch_tokens` is set, it is halved instead of `trainer.micro_batch_size`, down to the longest sequence.
-  During setup, where none of these sizes matters yet, only `trainer.zero_stage` and `trainer.offload` change, so that
-  an engine or evaluator is not started again. The global batch stays the same, and so does the gradient
-  (`supervise.oom_remediation`). If nothing is left to change, the decision says what you can do, for instance let ranks
-  share each sequence (`trainer.sequence_parallel`). The run ends after {most_remedies} attempts in a row
-  without a new checkpoint, or `supervise.max_attempts` if that is more.
+  then use the next `trainer.zero_stage` (with several ranks); then let more ranks of a node share each sequence
+  (`trainer.sequence_parallel`), if the model's heads divide and full attention alone mixes its tokens; then
+  `trainer.offload` (on GPUs); then halve `rollout.batch_size`. In a trainer that samples itself with `transformers`, a
+  rollout or evaluation that ran out of memory first halves `rollout.batch_size` down to {few_completions} (if the
+  evaluation also scores rows, together with the micro-batch), then continues with `trainer.zero_stage`. With `vllm` in
+  the trainer, sampling begins with `trainer.zero_stage`. For a rollout engine, only `rollout.batch_size` is halved; for
+  an evaluator, both that and the micro-batch. Where nothing is sampled, as with `evaluate.completions = false`,
+  `rollout.batch_size` stays. If `trainer.micro_batch_tokens` is set, it is halved instead of
+  `trainer.micro_batch_size`, down to the longest sequence. During setup, where none of these sizes matters yet, only
+  `trainer.zero_stage` and `trainer.offload` change, so that an engine or evaluator is not started again. The global
+  batch stays the same, and so does the gradient (`supervise.oom_remediation`). If nothing is left to change, the
+  decision says what you can do. The run ends after {most_remedies} attempts in a row without a new checkpoint, or
+  `supervise.max_attempts` if that is more.
 - **A loss that is not finite**: go back once to the checkpoint before the newest.
 - **Training that no longer learns** (`[health]`): go back once to the newest checkpoint that is older than the window
   of steps that was judged.

@@ -24,10 +24,10 @@ ALLOWED_BY_SPEC = 1_000_000
 REMEDY = -1
 """Limit of kinds that are retried only as long as a remedy can be found."""
 
-MOST_REMEDIES = 8
+MOST_REMEDIES = 11
 """Attempts in a row without a new checkpoint after which another remedy is not tried either, even if
 ``supervise.max_attempts`` is smaller: as many as it takes to come from a micro-batch of 8 in ZeRO 1 to the smallest one
-in ZeRO 3 with an offloaded optimizer, or from 256 completions sampled at once to ``FEW_COMPLETIONS`` and that."""
+in ZeRO 3, with each sequence shared by 8 ranks and an offloaded optimizer."""
 
 FEW_COMPLETIONS = 16
 """Completions sampled at once down to which they are halved first if sampling ran out of memory. Below that, half of
@@ -210,12 +210,15 @@ def _rule(kind: FailureKind, undecided: bool) -> Rule:
     return UNDECIDED.get(kind, RULES[kind]) if undecided else RULES[kind]
 
 
-def oom_remedy(spec: RunSpec, role: Role | None = None, phase: str = "") -> dict[str, JsonValue]:
+def oom_remedy(
+    spec: RunSpec, role: Role | None = None, phase: str = "", sharing: Sequence[int] = ()
+) -> dict[str, JsonValue]:
     """One change that lowers the memory of a GPU without changing any step's batch and gradient.
 
     Halve the micro-batch down to one sequence, then turn on activation checkpointing, then take the next stage of ZeRO
-    if there is another rank to split with, then move the optimizer to main memory (on GPUs), then halve the completions
-    sampled at once down to 1, then move the weights to main memory.
+    if there is another rank to split with, then let more ranks of a node share each sequence, then move the optimizer
+    to main memory (on GPUs), then halve the completions sampled at once down to 1, then move the weights to main
+    memory.
 
     In a rollout engine only the completions sampled at once count, in an evaluator also the micro-batch. A trainer that
     ran out of memory while it sampled itself first halves the completions down to ``FEW_COMPLETIONS``, in an evaluation
@@ -228,6 +231,7 @@ def oom_remedy(spec: RunSpec, role: Role | None = None, phase: str = "") -> dict
         spec: Spec with all earlier changes.
         role: Role that ran out of memory; None for a trainer.
         phase: Phase in which it did; empty if unknown.
+        sharing: Numbers of ranks that can share each sequence of the model, ascending.
 
     Returns:
         Dotted name to new value; empty if nothing more can be changed.
@@ -255,9 +259,13 @@ def oom_remedy(spec: RunSpec, role: Role | None = None, phase: str = "") -> dict
     if passes and smaller_pass:
         return smaller_pass
     any_samples = spec.any_loop_samples or completes
+    now = trainer.sequence_parallel
+    # A multiple, so that the rows of a step are still divided evenly.
+    more_ranks = next((number for number in sharing if number > now and number % now == 0), 0)
     ladder: tuple[tuple[bool, str, JsonValue], ...] = (
         (not trainer.gradient_checkpointing and trains, "trainer.gradient_checkpointing", True),
         (trainer.zero_stage < 3 and spec.num_ranks > 1, "trainer.zero_stage", trainer.zero_stage + 1),
+        (more_ranks > 0 and passes, "trainer.sequence_parallel", more_ranks),
         (trainer.zero_stage > 0 and trainer.offload == "none" and has_gpus, "trainer.offload", "optimizer"),
         (batch_size > 1 and any_samples and not sets_up, "rollout.batch_size", batch_size // 2),
         (trainer.zero_stage == 3 and trainer.offload == "optimizer" and has_gpus, "trainer.offload", "parameters"),

@@ -7,12 +7,13 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
 
 from rlhf_core.files.private import FILE_MODE
 from rlhf_core.files.reading import UnfitFile, read_document
@@ -83,6 +84,15 @@ def read_model(path: Path, schema: type[Model]) -> Model | None:
         return schema.model_validate_json(read_document(path))
     except (FileNotFoundError, NotADirectoryError, UnfitFile, ValidationError):
         return None
+
+
+def read_object(path: Path) -> Mapping[str, Any]:
+    """A JSON object from a file; empty if there is none."""
+    try:
+        content = from_json(read_document(path, follow_link=True))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def read_all(paths: Iterable[Path], schema: type[Model]) -> list[Model]:

@@ -16,6 +16,7 @@ from packaging.utils import canonicalize_name
 from rlhf_core import __version__
 from rlhf_core.config.site import Site
 from rlhf_core.files.fingerprints import fingerprint_or_problem
+from rlhf_core.files.whole import read_object
 from rlhf_core.machine.interpreters import LISTING_CODE
 from rlhf_core.preflight.data_file import scan_files
 from rlhf_core.preflight.facts import (
@@ -34,8 +35,9 @@ from rlhf_core.preflight.missing_paths import missing
 from rlhf_core.preflight.model_types import read_model_types
 from rlhf_core.preflight.plugins import load_plugins
 from rlhf_core.preflight.program_queries import Tick, ask_worker, query_program, secrets_of
-from rlhf_core.preflight.weight_files import inspect_weights, read_object
+from rlhf_core.preflight.weight_files import inspect_weights
 from rlhf_core.run_dir.checkpoint import CheckpointDir
+from rlhf_core.run_dir.initial_model import model_config
 from rlhf_core.run_dir.run import promoted_models
 from rlhf_core.schemas.cluster import SlurmSpec
 from rlhf_core.schemas.content import ContentReport
@@ -335,16 +337,6 @@ def _lack_of_a_reward_model(path: Path, config: Mapping[str, Any]) -> str:
     if num_outputs != 1:
         return f"it has {num_outputs} outputs"
     return _lack_of_a_tokenizer(path)
-
-
-def model_config(model: ModelSpec) -> Mapping[str, Any]:
-    """The model's configuration, from the spec or its folder; empty when it cannot be read.
-
-    A model that also reads images has the dimensions of its language model in a table of their own; they are added.
-    """
-    config = read_object(Path(model.path) / "config.json") if model.path else model.config
-    of_text = config.get("text_config")
-    return {**of_text, **config} if isinstance(of_text, Mapping) else config
 
 
 def inspect_tokenizer(model: ModelSpec) -> str:

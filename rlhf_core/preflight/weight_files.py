@@ -1,13 +1,12 @@
 """Weight files of a model folder, inspected without a library."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pydantic_core import from_json
 
-from rlhf_core.files.reading import read_document
+from rlhf_core.files.whole import read_object
 from rlhf_core.text.formatting import listed
 
 _FORMATS = (
@@ -45,15 +44,6 @@ def inspect_weights(folder: Path) -> Weights:
         return Weights(f"{len(problems)} of its {len(files)} weight files cannot be loaded: {listed(problems, _SHOWN)}")
     matrices = frozenset[str]().union(*(one.matrices for one in found.values()))
     return Weights("", sum(one.num_bytes for one in found.values()), matrices)
-
-
-def read_object(path: Path) -> Mapping[str, Any]:
-    """A JSON object from a file; empty if there is none."""
-    try:
-        content = from_json(read_document(path, follow_link=True))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _weight_files(folder: Path) -> Sequence[Path]:

@@ -21,6 +21,7 @@ from rlhf_core.diagnosis.policy import (
 from rlhf_core.files.appended import read_tail
 from rlhf_core.files.lookups import is_there
 from rlhf_core.files.whole import read_model
+from rlhf_core.run_dir.initial_model import model_config, sharing_numbers
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobState
 from rlhf_core.schemas.attempts import AttemptState, Role
@@ -154,9 +155,7 @@ def _stopped_without_memory(spec: RunSpec, incident: Incident | None) -> Choice:
             "or larger GPUs, or end other processes on them"
         )
     else:
-        shares = in_trainer and spec.num_ranks > 1 and phase not in (Phase.ROLLOUT, Phase.EVALUATE)
-        share = "let ranks share each sequence (trainer.sequence_parallel), " if shares else ""
-        why = f"{RULES[FailureKind.CUDA_OOM].why}: {share}use shorter sequences, {larger}"
+        why = f"{RULES[FailureKind.CUDA_OOM].why}: use shorter sequences, {larger}"
     return not_retried(FailureKind.CUDA_OOM, why)
 
 
@@ -176,7 +175,8 @@ def _remedy(
     before = dict(placement.config_diff) if placement is not None else {}
     if kind is FailureKind.CUDA_OOM and spec.supervise.oom_remediation:
         role, phase = _place_of(incident)
-        changes = oom_remedy(with_changes(spec, before), role, phase)
+        sharing = sharing_numbers(spec, model_config(spec.model))
+        changes = oom_remedy(with_changes(spec, before), role, phase, sharing)
         what = ", ".join(f"{name} = {value}" for name, value in changes.items())
         return _Remedy(f"continuing with {what}; the global batch is unchanged" if what else "", changes)
     roll_back = kind in (FailureKind.NON_FINITE, FailureKind.DEGENERATE_RL)

@@ -108,6 +108,15 @@ def test_out_of_memory_everything_shrinks_that_leaves_the_gradient_alone() -> No
         {"trainer.offload": "parameters"},
     ]
     assert len([one for one in seen if "rollout.batch_size" not in one]) < MOST_REMEDIES
+    # Ranks share sequences only in passes over them, and only in numbers that keep the rows of a step divided evenly.
+    spec = with_changes(spec, {"resources.ranks_per_node": 12})
+    assert oom_remedy(spec, phase="rollout", sharing=(1, 2, 3, 6)) == {}
+    shared: list[JsonValue] = []
+    while remedy := oom_remedy(spec, phase="train", sharing=(1, 2, 3, 6)):
+        shared += remedy.values()
+        spec = with_changes(spec, remedy)
+        assert training_part(spec) == before
+    assert shared == [2, 6]
     alone = make_spec(train={"micro_batch_size": 1, "gradient_checkpointing": True}, rollout={"batch_size": 2})
     alone = with_changes(alone, {"resources.ranks_per_node": 1})
     assert oom_remedy(alone) == {"rollout.batch_size": 1}, "no rank to split with, and no memory besides the main one"
@@ -136,6 +145,7 @@ def remedies(spec: RunSpec, phase: str) -> list[dict[str, JsonValue]]:
 
 
 BATCHES: list[dict[str, JsonValue]] = [{"rollout.batch_size": number} for number in (128, 64, 32, 16)]
+SMALL_BATCHES: list[dict[str, JsonValue]] = [{"rollout.batch_size": number} for number in (8, 4, 2, 1)]
 SPLITS: list[dict[str, JsonValue]] = [{"trainer.zero_stage": 2}, {"trainer.zero_stage": 3}]
 OFFLOAD: dict[str, JsonValue] = {"trainer.offload": "optimizer"}
 
@@ -145,9 +155,10 @@ def test_out_of_memory_in_sampling_fewer_completions_come_first() -> None:
     spec = make_spec(resources={"ranks_per_node": 2, "gpus_per_node": 2}, rollout={"batch_size": 256})
     spec = with_changes(spec, {"trainer.micro_batch_size": 8})
     assert spec.row_evaluations == ()
-    assert remedies(spec, "rollout") == remedies(spec, "evaluate") == [*BATCHES, *SPLITS, OFFLOAD]
+    both = remedies(spec, "rollout"), remedies(spec, "evaluate")
+    assert both == ([*BATCHES, *SPLITS, OFFLOAD, *SMALL_BATCHES[:3]],) * 2
     one_gpu = with_changes(spec, {"resources.ranks_per_node": 1})
-    assert remedies(one_gpu, "rollout") == [*BATCHES, OFFLOAD, {"rollout.batch_size": 8}, {"rollout.batch_size": 4}]
+    assert remedies(one_gpu, "rollout") == [*BATCHES, OFFLOAD, *SMALL_BATCHES]
     # The trainers have no cache of their own, and the memory of vLLM does not depend on it.
     for elsewhere in ({"rollout.engines": 2}, {"rollout.engine": "vllm"}):
         assert remedies(with_changes(spec, elsewhere), "rollout")[:3] == [*SPLITS, OFFLOAD]
@@ -170,7 +181,7 @@ def test_out_of_memory_in_an_evaluation_of_rows_both_sizes_shrink() -> None:
     spec = fine_tuning()
     assert spec.row_evaluations
     both = [one | {"trainer.micro_batch_size": size} for one, size in zip(BATCHES, (4, 2, 1), strict=False)]
-    assert remedies(spec, "evaluate") == [*both, BATCHES[3], *SPLITS, OFFLOAD]
+    assert remedies(spec, "evaluate") == [*both, BATCHES[3], *SPLITS, OFFLOAD, *SMALL_BATCHES[:3]]
     of_rows = with_changes(spec, {"rollout.batch_size": 16})
     assert remedies(of_rows, "evaluate")[0] == {"trainer.micro_batch_size": 4}
 

@@ -1,5 +1,6 @@
 """One poll of one attempt: live, ended or merely silent, and the decision that follows."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 from control_fakes import Clock, FakeAgent, FakeScheduler, make_run, make_spec
 from history_tools import RunFiles, run_sql
 from made_reports import decision_of
+from pydantic import JsonValue
 
 from rlhf_core.errors import DatabaseUnavailable, SchedulerError
 from rlhf_core.files.whole import write_model
@@ -15,6 +17,7 @@ from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobState, JobStatus
 from rlhf_core.schemas.attempts import AttemptState, Role
 from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.changes import with_changes
 from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.reports import AttemptOutcome
 from rlhf_core.schemas.resources import Placement, Submission
@@ -327,9 +330,32 @@ COMMAND = RunSpec.model_validate(
 
 
 @pytest.mark.parametrize(
+    ("config", "change"),
+    [
+        ({"num_attention_heads": 4}, {"trainer.sequence_parallel": 2}),
+        ({"num_attention_heads": 3}, {}),
+        ({"num_attention_heads": 4, "sliding_window": 64}, {}),
+        ({}, {}),
+    ],
+    ids=["shareable", "odd number of heads", "sliding window", "unknown"],
+)
+def test_out_of_memory_ranks_share_sequences_if_the_model_can_be_shared(
+    run_dir: RunDir, tmp_path: Path, config: dict[str, JsonValue], change: dict[str, JsonValue]
+) -> None:
+    agent = FakeAgent(run_dir)
+    agent.begin()
+    agent.fail(FailureKind.CUDA_OOM, message="rank 1 ran out of memory", phase="train")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec = with_changes(SMALLEST, {"model.path": str(tmp_path), "model.config": {}, "model.tokenizer": ""})
+    decision = explain(run_dir, ended(run_dir), spec, first_attempt=1).decision
+    assert decision.config_diff == change
+    assert (decision.action is Action.NEW_ATTEMPT) == bool(change)
+
+
+@pytest.mark.parametrize(
     ("spec", "role", "phase", "advice"),
     [
-        (SMALLEST, Role.TRAINER, "train", "let ranks share each sequence (trainer.sequence_parallel)"),
+        (SMALLEST, Role.TRAINER, "train", "without changing the global batch: use shorter sequences"),
         (SMALLEST, Role.ROLLOUT, "rollout", "without changing the global batch: use shorter sequences"),
         (SMALLEST, Role.TRAINER, "setup", "end other processes on them"),
         (SMALLEST, Role.TRAINER, "rollout", "without changing the global batch: use shorter sequences"),

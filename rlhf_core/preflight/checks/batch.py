@@ -1,19 +1,16 @@
 """Arithmetic of batches, steps and schedules."""
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, warning
+from rlhf_core.run_dir.initial_model import num_heads, unshareable_part
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.schemas.trainers import MOVING_ROPES
 
 MAX_LEARNING_RATE = 0.1
 """Learning rate above which a finding is reported: AdamW moves every weight by about as much in a step, and models are
 trained with a tenth of it at most."""
-_RECURRENT = ("mamba", "ssm_", "linear_conv", "linear_num", "conv_", "rwkv", "lru_")
-"""Beginnings of the names that settings of recurrent and convolutional layers have in configs."""
 
 
 @check("batch.prompts_divide_ranks", trainer="native")
@@ -56,8 +53,7 @@ def sequence_parallel(facts: Facts) -> Iterator[Finding]:
     spec, config, size = facts.spec, facts.model_config, facts.spec.ranks_per_row
     if size == 1:
         return
-    found, heads = f"trainer.sequence_parallel = {size}", config.get("num_attention_heads")
-    heads = heads if isinstance(heads, int) and heads > 0 else None
+    found, heads = f"trainer.sequence_parallel = {size}", num_heads(config)
     per_node = spec.resources.ranks_per_node
     common = math.gcd(per_node, heads or per_node)
     numbers = " or ".join(str(number) for number in range(1, common + 1) if common % number == 0)
@@ -65,7 +61,7 @@ def sequence_parallel(facts: Facts) -> Iterator[Finding]:
         yield blocked(f"{found} with {spec.num_ranks} ranks", "a divisor of the number of ranks", _set_it(numbers))
     elif heads is not None and heads % size:
         yield blocked(f"{found}, {heads} attention heads", "a divisor of the number of heads", _set_it(numbers))
-    elif how := _mixes_otherwise(config):
+    elif how := unshareable_part(config):
         yield blocked(
             f"{found}, a model with {how}",
             "layers that mix tokens by full attention alone, which ranks can share by heads",
@@ -83,21 +79,6 @@ def sequence_parallel(facts: Facts) -> Iterator[Finding]:
 
 def _set_it(numbers: str) -> str:
     return f"set trainer.sequence_parallel to {numbers}"
-
-
-def _mixes_otherwise(config: Mapping[str, Any]) -> str:
-    """Part of a model that mixes or places tokens so that ranks cannot share them; empty if none is known. Setup finds
-    the others."""
-    kinds = sorted({str(kind) for kind in config.get("layer_types") or ()} - {"full_attention"})
-    if kinds:
-        return f"layers of the kind {', '.join(kinds)}"
-    if config.get("sliding_window") and config.get("use_sliding_window") is not False:
-        return "a sliding window"
-    if recurrent := next((name for name in config if name.startswith(_RECURRENT)), ""):
-        return f"recurrent or convolutional layers ({recurrent})"
-    ropes = (config.get("rope_parameters"), config.get("rope_scaling"))
-    kind = next((one.get("rope_type") or one.get("type") for one in ropes if isinstance(one, Mapping)), "")
-    return f"rotary embeddings of type {kind}" if kind in MOVING_ROPES else ""
 
 
 @check("steps.warm_start", trainer="native")

@@ -1,0 +1,59 @@
+"""The configuration of the model that a run begins with, and whether several ranks can share its sequences."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.files.whole import read_object
+from rlhf_core.schemas.model import ModelSpec
+from rlhf_core.schemas.run import RunSpec
+from rlhf_core.schemas.trainers import MOVING_ROPES
+
+_RECURRENT = ("mamba", "ssm_", "linear_conv", "linear_num", "conv_", "rwkv", "lru_")
+"""Beginnings of the names that settings of recurrent and convolutional layers have in configs."""
+
+
+def model_config(model: ModelSpec) -> Mapping[str, Any]:
+    """The model's configuration, from the spec or its folder; empty when it cannot be read.
+
+    A model that also reads images has the dimensions of its language model in a table of their own; they are added.
+    """
+    config = read_object(Path(model.path) / "config.json") if model.path else model.config
+    of_text = config.get("text_config")
+    return {**of_text, **config} if isinstance(of_text, Mapping) else config
+
+
+def num_heads(config: Mapping[str, Any]) -> int | None:
+    """Number of attention heads; None if the configuration does not tell."""
+    heads = config.get("num_attention_heads")
+    return heads if isinstance(heads, int) and heads > 0 else None
+
+
+def unshareable_part(config: Mapping[str, Any]) -> str:
+    """Part of a model that mixes or places tokens so that ranks cannot share a sequence; empty if none is known.
+
+    The trainer finds the others during its setup.
+    """
+    kinds = sorted({str(kind) for kind in config.get("layer_types") or ()} - {"full_attention"})
+    if kinds:
+        return f"layers of the kind {', '.join(kinds)}"
+    if config.get("sliding_window") and config.get("use_sliding_window") is not False:
+        return "a sliding window"
+    if recurrent := next((name for name in config if name.startswith(_RECURRENT)), ""):
+        return f"recurrent or convolutional layers ({recurrent})"
+    ropes = (config.get("rope_parameters"), config.get("rope_scaling"))
+    kind = next((one.get("rope_type") or one.get("type") for one in ropes if isinstance(one, Mapping)), "")
+    return f"rotary embeddings of type {kind}" if kind in MOVING_ROPES else ""
+
+
+def sharing_numbers(spec: RunSpec, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Numbers of ranks of one node that can share each sequence of a model (``trainer.sequence_parallel``), ascending.
+
+    Without the number of heads, or with a part that cannot be shared, only 1 is certain.
+    """
+    heads = num_heads(config)
+    if heads is None or unshareable_part(config):
+        return (1,)
+    common = math.gcd(spec.resources.ranks_per_node, heads)
+    return tuple(number for number in range(1, common + 1) if common % number == 0)
