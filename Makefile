@@ -37,9 +37,10 @@ slurm-demo: $(VENV)/.demo-ready
 	@sh infra/system_packages.sh slurm $(PYTHON)
 	@sh infra/slurm/demo.sh $(BIN)
 
-# Types and contracts are checked on what the tests leave of the processors: these wait for a tenth of their time.
+# Types are checked on what the tests leave of the processors: these wait for a tenth of their time. The tests check the
+# contracts.
 test: $(VENV)/.test-ready lint
-	$(MAKE) --no-print-directory -j 4 contracts types-of-code types-of-tests pytest
+	$(MAKE) --no-print-directory -j 3 types-of-code types-of-tests pytest
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Set-up. A stamp per set of packages; a change of what is declared installs again.
@@ -92,7 +93,7 @@ types-of-tests:
 	MYPYPATH=$$(find tests -type d | paste -sd :) nice -n 19 $(BIN)/mypy --config-file tests/mypy.ini --cache-dir .mypy_cache/tests tests
 
 contracts: $(VENV)/.test-ready
-	nice -n 19 $(BIN)/lint-imports
+	$(BIN)/lint-imports
 
 # Ends red for a skip that tests/allowed_skips.toml does not name; SKIPS=any lets a machine without Slurm or a browser pass.
 # A test that fails is run again once; the failure is shown all the same, and more than three of them end it red.
