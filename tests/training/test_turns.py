@@ -6,6 +6,8 @@ import os
 import random
 import select
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -194,7 +196,6 @@ def started_by_tools() -> list[str]:
 def test_a_tool_that_harms_its_process_costs_one_answer() -> None:
     with pool_of(tools=["add", "misbehave"]) as pool:
         beats: list[int] = []
-        pool.describe(no_beat)
         ways = ["endless", "crash", "fork", "exit", "write"]
         requests = {number: call("misbehave", how=how) for number, how in enumerate(ways)}
         found = pool.ask({**requests, 9: call("add", one=1, other=2)}, lambda: beats.append(1))
@@ -272,6 +273,18 @@ def test_processes_outlive_the_thread_that_needed_them() -> None:
         restarted = pool.pid
         assert pool.ask(requests, no_beat) == found
         assert pool.pid == restarted
+
+
+def test_the_first_process_imports_nothing_heavy() -> None:
+    """A rank starts one, and another for each step that is sampled ahead."""
+    imported = subprocess.run(
+        [sys.executable, "-c", "import sys, rlhf_core.training.environments.server; print(*sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    assert "rlhf_core.training.environments.functions" in imported
+    assert not {"torch", "numpy", "pydantic", "transformers"} & set(imported)
 
 
 def test_tools_are_described_and_errors_are_observed() -> None:
@@ -377,6 +390,18 @@ def tool_tokenizer() -> Any:
     return tokenizer
 
 
+DESCRIBED: dict[tuple[str, ...], tuple[Any, bool]] = {}
+"""Descriptions of tools, by the paths of a pool."""
+
+
+def describe_once(pool: EnvironmentPool, spec: TurnsSpec) -> None:
+    """Describe the tools of a pool, which takes a second of imports, unless one with the same paths has done so."""
+    if spec.functions not in DESCRIBED:
+        pool.describe(no_beat)
+        DESCRIBED[spec.functions] = pool.tools, pool.has_reward
+    pool.tools, pool.has_reward = DESCRIBED[spec.functions]
+
+
 def rollout_of(
     ranks: Ranks,
     script: Callable[[str, int], str],
@@ -399,7 +424,7 @@ def rollout_of(
     if order is not None:
         engine.continuous = AnyOrder(engine, random.Random(order) if order >= 0 else None)
     with contextlib.closing(EnvironmentPool(spec)) as pool:
-        pool.describe(no_beat)
+        describe_once(pool, spec)
         from rlhf_core.training.data.chat import rendered
 
         (row,) = with_tools([row], pool.tools)

@@ -12,12 +12,11 @@ import importlib
 import inspect
 import json
 import re
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_core.errors import BadConfig
-from rlhf_core.schemas.rollouts import TurnsSpec
 from rlhf_core.survival import Survived
 from rlhf_core.training.rewards.functions import result_of
 
@@ -58,18 +57,21 @@ class Answer:
 class Toolbox:
     """Functions that a config names, imported."""
 
-    def __init__(self, spec: TurnsSpec) -> None:
+    def __init__(self, tools: Iterable[str], environment: str, parser: str) -> None:
         """Import them.
+
+        Args:
+            tools: paths, as the other arguments; those of ``TurnsSpec``, which itself takes longer to import.
 
         Raises:
             BadConfig: one of them does not import.
         """
         self.tools: dict[str, Callable[..., Any]] = {}
-        for path in spec.tools:
+        for path in tools:
             tool = _imported(path)
             self.tools[tool.__name__] = tool
-        self.make_environment = _imported(spec.environment) if spec.environment else None
-        self.find_calls = _imported(spec.parser) if spec.parser else None
+        self.make_environment = _imported(environment) if environment else None
+        self.find_calls = _imported(parser) if parser else None
 
     def describe(self) -> dict[str, Any]:
         """Descriptions of the tools for the chat template, and the abilities of the environment.

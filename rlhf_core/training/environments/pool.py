@@ -226,7 +226,8 @@ class EnvironmentPool:
         self._is_loaded = False
 
     def _start(self) -> None:
-        started = self._starter.submit(start_marked, _START, self._spec.model_dump_json(), output=self._output)
+        functions = self._spec.model_dump_json(include={"tools", "environment", "parser"})
+        started = self._starter.submit(start_marked, _START, functions, output=self._output)
         self._server, self._connection, self._mark = started.result()
 
     def _send_next(self, beat: Callable[[], None]) -> None:

@@ -1,7 +1,7 @@
 """Processes of tools and environments, forked from one that has imported them: one for each rollout at a time.
 
 A rollout that hangs, crashes or runs out of memory takes no other with it, and all of a rank are answered side by side.
-A fork costs milliseconds, an import seconds. Does not itself import torch.
+A fork costs milliseconds, an import seconds. Does not itself import torch or pydantic.
 
 The first process serves the trainer's connection: a message with a descriptor forks a process that serves rollouts over
 it; any other ends all of them with everything that they started. Requests are pickled and answers are
@@ -10,6 +10,7 @@ JSON, as in ``rewards/worker.py``.
 
 import contextlib
 import dataclasses
+import json
 import os
 import pickle
 import socket
@@ -21,7 +22,6 @@ import psutil
 
 from rlhf_core.errors import BadConfig
 from rlhf_core.machine.parent_death import adopt_orphans, die_with_parent
-from rlhf_core.schemas.rollouts import TurnsSpec
 from rlhf_core.survival import Survived
 from rlhf_core.training.environments.functions import RolloutTools, Toolbox
 from rlhf_core.training.rewards.process import kill_all
@@ -40,19 +40,19 @@ class TurnRequest:
     """Arguments of the method."""
 
 
-def serve(descriptor: int, parent: int, spec: str) -> NoReturn:
+def serve(descriptor: int, parent: int, functions: str) -> NoReturn:
     """Import the functions, and serve the trainer until it closes the connection.
 
     Args:
         descriptor: socket to the trainer.
         parent: process id of the trainer; this process dies with it.
-        spec: ``TurnsSpec`` as JSON.
+        functions: arguments of ``Toolbox`` as JSON.
     """
     prepare(parent)
     adopt_orphans()
     connection, own = socket.socket(fileno=descriptor), os.getpid()
     try:
-        toolbox = Toolbox(TurnsSpec.model_validate_json(spec))
+        toolbox = Toolbox(**json.loads(functions))
     except BadConfig as error:
         send(connection, {"unloadable": str(error)})
         os._exit(0)
