@@ -39,6 +39,8 @@ TINY_MODEL: dict[str, Any] = {
     "tie_word_embeddings": True,
     "initializer_range": 0.1,
 }
+ONE_LAYER = {**TINY_MODEL, "num_hidden_layers": 1}
+"""For runs in which no test depends on the number of layers: a pass takes half the time."""
 
 
 TIMEOUT_S = 900.0

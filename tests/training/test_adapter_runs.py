@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from rank_launcher import TrainingGroup, every_scenario, launch, make_context, tiny_spec, values
+from rank_launcher import ONE_LAYER, TINY_MODEL, TrainingGroup, every_scenario, launch, make_context, tiny_spec, values
 from safetensors.torch import load_file
 from test_loop_runs import final_state, metrics_of
 from test_preference_runs import IPO, RANKER, WARM, report, spec_of
@@ -32,7 +32,7 @@ LAST = 4
 """Step of the last checkpoint of a run; the one before is of step 2, and in the main loop."""
 SHORTER = {"warm": 3, "bf16": 2}
 """Last steps of runs that nothing goes on with: after a warm start and two updates, and after two updates."""
-RANKED = {**WARM, "evaluate": {"every_num_steps": 2}}
+RANKED = {**WARM, "model": {"config": ONE_LAYER}, "evaluate": {"every_num_steps": 2}}
 
 
 def adapted(content: dict[str, Any], **sections: Any) -> dict[str, Any]:
@@ -56,14 +56,19 @@ RUNS: dict[str, dict[str, Any]] = {
     "warm": adapted(short(spec_of(IPO, warm=True, zero_stage=3, **RANKED), SHORTER["warm"])),
     "ranker": adapted(short(spec_of(RANKER, warm=True, zero_stage=2, **RANKED)), promote={"when": "always"}),
     "grpo": adapted(
-        tiny_spec(grpo={"kl_coefficient": 0.1}, sft={"num_steps": 1}, train={"num_steps": LAST - 1}),
+        tiny_spec(
+            model={"config": ONE_LAYER},
+            grpo={"kl_coefficient": 0.1},
+            sft={"num_steps": 1},
+            train={"num_steps": LAST - 1},
+        ),
         trainer={"zero_stage": 3},
         promote={"when": "always"},
     ),
     "ppo": adapted(short(spec_of(PPO, data={"generator": "rlhf_core.training.tasks:sort_digits"}, zero_stage=1))),
     "bf16": adapted(
         short(spec_of({"name": "dpo"}, zero_stage=3), SHORTER["bf16"]),
-        model={"dtype": "bfloat16"},
+        model={"config": TINY_MODEL, "dtype": "bfloat16"},
         trainer={"gradient_checkpointing": True},
     ),
 }

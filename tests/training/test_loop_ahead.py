@@ -33,6 +33,7 @@ from rlhf_core.training.types import Completion, Episode, ModelTurn, Row
 
 pytestmark = [pytest.mark.training, pytest.mark.end_to_end]
 
+CONFIG = {**QWEN, "num_hidden_layers": 1}
 PROMPTS = [[20 + index, 30, 40] for index in range(8)]
 STEPS = range(3, 7)
 """Of the loop that samples; two of a warm start come before."""
@@ -46,9 +47,9 @@ def ahead(
     spec["loops"]["main"]["optimizer"]["learning_rate"] = learning_rate
     # A prompt at a time: what is sampled together differs by when it comes, and rounds differently.
     rollout = {"engines": 2, "max_new_tokens": 5, "max_staleness": max_staleness, "batch_size": 4}
-    spec |= {"model": {**spec["model"], "config": QWEN}, "rollout": rollout}
+    spec |= {"model": {**spec["model"], "config": CONFIG}, "rollout": rollout}
     spec["reward"] = {"functions": ["test_loop_ahead:by_text"], "timeout_s": 0}
-    return {**spec, "trainer": {**spec["trainer"], "log_samples_every": 1}}
+    return {**spec, "trainer": {"log_samples_every": 1}}
 
 
 def by_text(*, completions: list[str], **columns: Any) -> list[float]:
@@ -137,7 +138,7 @@ def of_older_weights(stored: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineGroup]:
-    with engine_group(tmp_path_factory.mktemp("engines"), 2) as made:
+    with engine_group(tmp_path_factory.mktemp("engines"), 2, CONFIG) as made:
         yield made
 
 

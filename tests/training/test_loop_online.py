@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from rank_launcher import TINY_MODEL, TrainingGroup, launch, make_context, tiny_spec, values
+from rank_launcher import ONE_LAYER, TINY_MODEL, TrainingGroup, launch, make_context, tiny_spec, values
 from test_loop_runs import Counting, final_state, killed_for_real, metrics_of
 
 from rlhf_core.errors import DegenerateRl
@@ -33,18 +33,23 @@ SEVERAL: Any = {
 }
 PPO = {"num_epochs": 2, "num_minibatches": 2, "kl_coefficient": 0.05, "critic_warmup_steps": 1}
 DAPO: Any = {"max_sampling_rounds": 3, "overlong_buffer": 2, "mask_truncated": False}
+IN_RANK = {"functions": ["rank_launcher:share_right"], "timeout_s": 0}
+BESIDE_RANK = {"functions": ["rank_launcher:share_right"]}
 
 
-def spec_of(name: str, num_steps: int = 2, schedule: str = "constant", **settings: Any) -> dict[str, Any]:
+def spec_of(
+    name: str, num_steps: int = 2, schedule: str = "constant", config: Any = ONE_LAYER, **settings: Any
+) -> dict[str, Any]:
     """Two steps of a warm start, and some of an algorithm on 4 prompts."""
-    spec = {key: value for key, value in tiny_spec().items() if key not in ("sft", "train", "grpo")}
+    data = {"generator_args": {"num_digits": 3, "num_train": 40, "num_eval": 3}}
+    spec = tiny_spec(model={"config": config}, data=data, evaluate={"samples_per_prompt": 1})
+    spec = {key: value for key, value in spec.items() if key not in ("sft", "train", "grpo")}
     warm_start = {"num_steps": 2, "algorithm": {"name": "sft", "batch_size": 8}, "optimizer": {"learning_rate": 1e-2}}
     algorithm = {"name": name, "prompts_per_step": 4, "samples_per_prompt": 4, **settings}
     optimizer = {"learning_rate": 3e-3, "schedule": schedule}
     main = {"num_steps": num_steps, "algorithm": algorithm, "optimizer": optimizer}
-    reward = {"functions": ["rank_launcher:share_right"]}
     loops = {"warm_start": warm_start, "main": main}
-    return {**spec, "loops": loops, "reward": reward, "trainer": {"micro_batch_size": 3}}
+    return {**spec, "seed": 1, "loops": loops, "reward": IN_RANK, "trainer": {"micro_batch_size": 3}}
 
 
 def shortened(spec: dict[str, Any], num_steps: int) -> dict[str, Any]:
@@ -58,17 +63,17 @@ def split(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def shared(spec: dict[str, Any]) -> dict[str, Any]:
-    """The same run, in which both ranks share each row."""
-    return {**spec, "trainer": {**spec["trainer"], "sequence_parallel": 2}}
+    """The same run, in which both ranks share each row. Each trains on twice as many, in about as many passes."""
+    return {**spec, "trainer": {**spec["trainer"], "sequence_parallel": 2, "micro_batch_size": 6}}
 
 
 RUNS: dict[str, dict[str, Any]] = {
     **{name: spec_of(name) for name in SAMPLING},
     "two passes": spec_of("grpo", num_epochs=2),
     "two parts": spec_of("grpo", num_minibatches=2, measure_kl=True),
-    "several": spec_of("grpo", **SEVERAL),
+    "several": spec_of("grpo", config=TINY_MODEL, **SEVERAL),
     "critic": spec_of("ppo", 4, "linear", **PPO),
-    "dynamic": spec_of("dapo", 4, **DAPO),
+    "dynamic": {**spec_of("dapo", 4, **DAPO), "reward": BESIDE_RANK},
 }
 SPLIT = ("several", "critic", "dynamic")
 """Runs that are made with split weights too: passes of every model are collectives then."""
@@ -79,6 +84,7 @@ TWO_CRITICS = spec_of("ppo")
 """A warm start with a value model, which ends with it: the main loop trains another one."""
 TWO_CRITICS["loops"]["warm_start"] = TWO_CRITICS["loops"]["main"]
 TWO_CRITICS["reward"] = {"functions": ["rank_launcher:noisy_reward"], "timeout_s": 0}  # never 0 throughout
+TWO_CRITICS["trainer"] = {"micro_batch_size": 16}
 RECURRING = spec_of("grpo", 3)
 RECURRING["data"] = {**RECURRING["data"], "generator_args": {"num_digits": 3, "num_train": 1, "num_eval": 10}}
 """Each step takes its only row four times."""

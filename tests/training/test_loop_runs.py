@@ -14,6 +14,8 @@ from unittest import mock
 import pytest
 from rank_launcher import (
     DATED_TEMPLATE,
+    ONE_LAYER,
+    TINY_MODEL,
     TrainingGroup,
     every_scenario,
     flip_last_bit,
@@ -96,10 +98,16 @@ class Counting(NullReporter):
 STAGES = (0, 1, 2, 3)
 """Of ZeRO."""
 WITHOUT_NOISE: dict[str, Any] = {
+    "model": {"config": TINY_MODEL},
     "reward": {"functions": ["rank_launcher:share_right", "rlhf_core.training.rewards:exact_match"], "weights": [1, 2]},
     "grpo": {"advantage_scale": "batch", "loss_aggregation": "sequence_mean"},
 }
 """Nothing of what is learned depends on which rank does what."""
+
+
+def spec_of(**sections: Any) -> dict[str, Any]:
+    """A run of a model of one layer, unless the sections say otherwise."""
+    return tiny_spec(**{"model": {"config": ONE_LAYER}, **sections})
 
 
 def interrupt() -> None:
@@ -119,7 +127,7 @@ def runs_of(group: TrainingGroup) -> dict[str, Any]:
     def train(
         name: str, restart: int = 0, reporter: Any = None, damaged: frozenset[str] = frozenset(), **sections: Any
     ) -> str:
-        return group.train(name, tiny_spec(**sections), restart, reporter, damaged=damaged)
+        return group.train(name, spec_of(**sections), restart, reporter, damaged=damaged)
 
     counting = Counting()
     results["straight"] = train("straight", reporter=counting)
@@ -218,6 +226,7 @@ def runs_of(group: TrainingGroup) -> dict[str, Any]:
 
 
 SUPERVISED: dict[str, Any] = {
+    "model": {"config": TINY_MODEL},
     "data": {"generator": "rank_launcher:whole_conversations", "generator_args": {}, "messages_column": "messages"},
     "sft": {"num_steps": 0},
     "train": {"algorithm": "sft", "num_steps": 4},
@@ -233,11 +242,11 @@ def runs_of_every_stage(group: TrainingGroup, results: dict[str, Any]) -> None:
     for stage in STAGES:
         for name, last, sections in ((f"stage-{stage}", 6, {}), (f"sft-{stage}", 4, SUPERVISED)):
             if name != "stage-1":
-                spec = tiny_spec(**sections, trainer={"zero_stage": stage})
+                spec = spec_of(**sections, trainer={"zero_stage": stage})
                 results[name] = group.train(name, spec)
                 group.rewind(name, f"{name}-again", last)
                 results[f"{name}-again"] = group.train(f"{name}-again", spec, restart=1)
-    for_one = tiny_spec(**WITHOUT_NOISE, trainer={"zero_stage": 3})
+    for_one = spec_of(**WITHOUT_NOISE, trainer={"zero_stage": 3})
     results["for one rank"] = group.train("for-one", for_one, reporter=Interrupting(Phase.TRAIN, 5, interrupt))
 
 
@@ -653,7 +662,7 @@ def test_all_ranks_beat_in_every_phase_and_count_the_same_collectives(results: l
 
 def test_a_rank_killed_for_real_and_the_run_resumed(results: list[dict[str, Any]], folder: Path) -> None:
     """With split weights; with whole ones, ``test_loop_online.py`` does the same."""
-    run: dict[str, Any] = {"run_dir": str(folder / "killed"), "spec": tiny_spec(trainer={"zero_stage": 3})}
+    run: dict[str, Any] = {"run_dir": str(folder / "killed"), "spec": spec_of(trainer={"zero_stage": 3})}
     ended = launch(killed_for_real, 2, folder / "killed-launch", **run)
     assert ended[1].exit_code == -signal.SIGKILL
     assert ended[0].exit_code == 1, "the other rank finds its peer gone"

@@ -9,6 +9,8 @@ from unittest import mock
 
 import pytest
 from rank_launcher import (
+    ONE_LAYER,
+    TINY_MODEL,
     TrainingGroup,
     every_scenario,
     launch,
@@ -55,7 +57,8 @@ def as_they_come(weights: list[int], num_parts: int) -> list[list[int]]:
 
 def spec_of(algorithm: dict[str, Any], warm: bool = False, zero_stage: int = 1, **sections: Any) -> dict[str, Any]:
     """Six steps on pairs; with a warm start, two of supervised training followed by four."""
-    content = {name: value for name, value in tiny_spec(**sections).items() if name not in ("sft", "train", "grpo")}
+    content = tiny_spec(**{"model": {"config": ONE_LAYER}, **sections})
+    content = {name: value for name, value in content.items() if name not in ("sft", "train", "grpo")}
     optimizer = {"learning_rate": 3e-3, **sections.get("optimizer", {})}
     content.pop("optimizer", None)
     main = {"num_steps": 4 if warm else 6, "algorithm": {"batch_size": 8, **algorithm}, "optimizer": optimizer}
@@ -70,7 +73,11 @@ OTHERS = ("cpo", "simpo", "orpo")
 DPO = {"name": "dpo"}
 RANKER = {"name": "reward_model", "centring_coefficient": 0.01}
 IPO = {"name": "dpo", "loss": "ipo"}
-WARM: Any = {"data": {"generator": "rlhf_core.training.tasks:sorted_pairs"}, "evaluate": {"every_num_steps": 3}}
+WARM: Any = {
+    "model": {"config": TINY_MODEL},
+    "data": {"generator": "rlhf_core.training.tasks:sorted_pairs"},
+    "evaluate": {"every_num_steps": 3},
+}
 
 
 KTO = spec_of(
@@ -381,6 +388,8 @@ def in_chunks_of_seven_tokens(group: TrainingGroup) -> dict[str, Any]:
     specs = {
         stage: spec_of(DPO, zero_stage=stage, data={"generator": "test_preference_runs:ragged"}) for stage in (1, 3)
     }
+    for spec in specs.values():
+        spec["loops"]["main"]["num_steps"] = 3
     with (
         mock.patch.object(PolicyModel.__init__, "__defaults__", (7 * 128,)),
         mock.patch.object(trainers_context, "balanced", as_they_come),
