@@ -25,4 +25,4 @@ with uncollected():
     for _module in MODULES:
         importlib.import_module(_module)
     _platform: Any = importlib.import_module("vllm.platforms.cpu")
-_platform.GiB_bytes = 2**27  # a smaller cache: vLLM fills it with zeros
+_platform.GiB_bytes = 2**25  # a smaller cache: vLLM fills it with zeros

@@ -1,8 +1,10 @@
-"""vLLM as a separate rollout engine: the same numbers as transformers after every sync, reproducible and diverse."""
+"""vLLM in other processes, forked from one that has imported it: as a separate rollout engine with the same numbers as
+transformers after every sync, with mixtures of experts, and in a whole run."""
 
+import contextlib
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,22 +13,28 @@ from unittest import mock
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from adapted_models import LORA, adapted
 from core_models import QWEN, tiny_model, tokens_of
 from engine_groups import TIMEOUT_S, EngineGroup, assert_follows, assert_takes_turns, engine_group, no_beat
 from process_tools import until
+from pydantic import JsonValue
+from rank_launcher import TINY_MODEL, launch, make_context, tiny_spec
+from test_loop_runs import Interrupting, final_state, kill_once_saved, metrics_of
 from test_remote_engines import is_diverse
-from test_vllm_engine import GREEDY, PROMPTS, SEEDS
+from test_vllm_engine import GREEDY, PROMPTS, SEEDS, scattered, started
 from transformers import PreTrainedModel
 
 from rlhf_core.errors import StaleWeights
 from rlhf_core.run_dir.run import RunDir
+from rlhf_core.schemas.reports import Phase
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.rollouts.base import Sampling
 from rlhf_core.training.rollouts.prompts import PromptList
 from rlhf_core.training.rollouts.remote import weights as weights_module
 from rlhf_core.training.rollouts.remote.client import HttpEngineControl
 from rlhf_core.training.rollouts.remote.engine import RemoteEngines
+from rlhf_core.training.trainers.run import run_trainer
 
 # Not with importorskip: every test process imports this module, and vLLM takes seconds to import.
 pytestmark = [
@@ -172,3 +180,115 @@ def _assert_reproducible_and_diverse(remote: RemoteEngines) -> None:
     texts = [[made.text for made in group] for group in drawn]
     assert texts == [[made.text for made in group] for group in again]
     assert all(len(set(group)) == len(group) for group in texts)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mixtures of experts
+
+
+MIXTURE: Mapping[str, JsonValue] = {
+    "model_type": "mixtral",
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "initializer_range": 0.2,
+    "max_position_embeddings": 128,
+}
+"""A mixture of experts, held by transformers otherwise than in files, and packed by vLLM on CPU."""
+GPT_OSS: Mapping[str, JsonValue] = {
+    "model_type": "gpt_oss",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "initializer_range": 0.2,
+    "max_position_embeddings": 128,
+}
+"""A mixture whose experts and sinks vLLM's loader copies past its interface for updates."""
+MENDS: Mapping[str, tuple[str, Callable[..., object]]] = {
+    # Without it, vLLM on CPU reads experts in another order than they are packed in.
+    "mixtral": ("_packed_experts", contextlib.nullcontext),
+    # Without it, experts and sinks keep the values of the version before.
+    "gpt_oss": ("through_weight_loaders", lambda model, tensors: tensors),
+}
+"""The mend in our part of vLLM's worker for a kind of mixture, and something that does nothing in its place."""
+
+
+def mixture_reloaded(rank: int, num_ranks: int, folder: str, config: dict[str, JsonValue]) -> str:
+    """Two versions as they should be, and one without the mend."""
+    from rlhf_core.training.rollouts.vllm import worker as vllm_worker
+
+    dist.init_process_group("gloo", rank=rank, world_size=num_ranks, store=dist.HashStore())
+    engine = started(Path(folder))
+    assert_follows(engine, [scattered(config, version) for version in range(2)], PROMPTS, SEEDS, GREEDY)
+    without = mock.patch.object(vllm_worker, *MENDS[str(config["model_type"])])
+    with without, pytest.raises(StaleWeights) as refused:
+        engine.load(scattered(config, 2), 2, no_beat)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("config", [MIXTURE, GPT_OSS], ids=["mixtral", "gpt_oss"])
+def test_the_experts_of_a_mixture_are_taken_over(tmp_path: Path, config: dict[str, JsonValue]) -> None:
+    """Negative control: without its mend, the version is refused. In a process of its own, because vLLM cannot start a
+    mixture after another model."""
+    tiny_model({**config}).save_pretrained(tmp_path / "model")
+    (ended,) = launch(
+        mixture_reloaded,
+        1,
+        tmp_path / "logs",
+        300,
+        with_vllm=True,
+        folder=str(tmp_path / "model"),
+        config={**config},
+    )
+    assert ended.value is not None, ended
+    assert "different log-probabilities" in ended.value
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A whole run
+
+
+def trained(rank: int, num_ranks: int, run_dir: str, restart: int, killed: bool) -> str:
+    """GRPO with samples from vLLM: killed with SIGKILL in the update of step 5, or resumed after that."""
+    kill = Interrupting(Phase.TRAIN, 5, kill_once_saved(run_dir, 4)) if killed else None
+    spec = tiny_spec(
+        model={"config": {**TINY_MODEL, "head_dim": 32}, "tokenizer": "char"},
+        rollout={"engine": "vllm", "max_new_tokens": 5},
+        evaluate={"num_prompts": 4, "samples_per_prompt": 1},
+    )
+    return str(run_trainer(make_context(run_dir, spec, rank, num_ranks, restart, kill)))
+
+
+def test_a_killed_run_goes_on_bitwise(tmp_path: Path) -> None:
+    """Samples and weights equal those of the run that was never killed: a newly started engine draws the same
+    samples."""
+    starts = {"straight": [(0, False)], "killed": [(0, True), (1, False)]}
+    for name, parts in starts.items():
+        for restart, killed in parts:
+            (ended,) = launch(
+                trained,
+                1,
+                tmp_path / f"{name}-{restart}",
+                300,
+                with_vllm=True,
+                run_dir=f"{tmp_path}/{name}",
+                restart=restart,
+                killed=killed,
+            )
+            assert (ended.exit_code, ended.value) == ((-9, None) if killed else (0, "done")), ended
+    straight, again = metrics_of(tmp_path, "straight"), metrics_of(tmp_path, "killed", restart=1)
+    assert min(again) == 5
+    assert metrics_of(tmp_path, "killed") | again == straight
+    assert len({line["rollout/completion_digest"] for step, line in straight.items() if step > 2}) > 1
+    assert final_state(tmp_path, "killed") == final_state(tmp_path, "straight")

@@ -13,6 +13,7 @@ With an adapter (``model.lora``), vLLM reads the base model itself and receives 
 """
 
 import contextlib
+import gc
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.errors import StaleWeights, WorkerError
+from rlhf_core.garbage import uncollected
 from rlhf_core.machine.shared_names import remove_names
 from rlhf_core.schemas.model import LoraSpec
 from rlhf_core.schemas.rollouts import VllmSettings
@@ -35,7 +37,7 @@ from rlhf_core.training.rollouts.engine_adapter import given_weights
 from rlhf_core.training.rollouts.open_completion import OpenCompletion
 from rlhf_core.training.rollouts.shared_tensors import buckets_of_places, place_of
 from rlhf_core.training.rollouts.vllm.adapter import VllmAdapter, use_products
-from rlhf_core.training.rollouts.vllm.process_state import kept_threads, process_variables
+from rlhf_core.training.rollouts.vllm.process_state import inspect_models_here, kept_threads, process_variables
 from rlhf_core.training.rollouts.vllm.processes import EngineProcesses, starting_in
 from rlhf_core.training.rollouts.vllm.transformers_classes import kept_classes
 from rlhf_core.training.rollouts.vllm.verification import VersionCheck
@@ -109,8 +111,11 @@ class VllmEngine:
         device = torch.device("cuda" if on_gpu and not self._is_split else "cpu")
         starting = contextlib.nullcontext() if scratch is None else starting_in(scratch, represent)
         with kept_threads(), kept_random_state(device), kept_classes(), starting:
-            from vllm import LLM  # only runs with this engine need it, and the import takes seconds
+            gc.collect()  # what is frozen below stays
+            with uncollected():
+                from vllm import LLM  # only runs with this engine need it, and the import takes seconds
 
+            inspect_models_here(on_gpu)
             if self._adapter is not None and not on_gpu and not self._is_split:
                 use_products()
             self._llm = LLM(

@@ -1,7 +1,8 @@
-"""State of a process that vLLM reads or changes: environment variables, and the threads of torch."""
+"""State of a process that vLLM reads or changes: environment variables, threads of torch, and modules of vLLM."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -34,3 +35,19 @@ def kept_threads() -> Iterator[None]:
     finally:
         torch.set_num_threads = set_threads
         torch.set_num_threads(number)
+
+
+def inspect_models_here(on_gpu: bool) -> None:
+    """Make vLLM on CPU look at the class of a model in this process.
+
+    It starts another process for a class that it has not seen before, which imports all of vLLM for several seconds
+    (0.32). That process keeps CUDA uninitialised in this one, so it stays as it is on GPUs.
+    """
+    if not on_gpu:
+        from vllm.model_executor.models import registry
+
+        registry._run_in_subprocess = _result
+
+
+def _result(inspect: Callable[[], Any]) -> Any:
+    return inspect()

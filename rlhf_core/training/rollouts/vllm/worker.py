@@ -8,6 +8,7 @@ over a network.
 """
 
 import contextlib
+import gc
 import itertools
 import logging
 import os
@@ -31,6 +32,8 @@ from rlhf_core.training.rollouts.vllm.gpt_oss import through_weight_loaders
 
 if PREFIX_VARIABLE in os.environ:  # vLLM's workers load this module before they make any shared memory
     name_shared_memory(os.environ[PREFIX_VARIABLE])
+
+gc.freeze()  # vLLM collects five times while it starts, and would scan its own modules each time
 
 
 # At every version, vLLM warns of layers that a checkpoint has nothing for: tied heads, tables of rotary embeddings.
