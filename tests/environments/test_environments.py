@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,82 @@ from process_tools import Rlhf
 from rlhf_core.config.site import load_site
 from rlhf_core.errors import BadConfig, BadInput, EnvironmentFailed
 from rlhf_core.machine import environments
-from rlhf_core.machine.environments import Definition, create, environment_folder, inspect
+from rlhf_core.machine.environments import STAMP, Definition, Made, create, environment_folder, inspect
 
 Begin = Callable[[Path], Path]
 TINY = Definition("tiny", "For tests.", "torch==1.0", ("tinytrainer==1.0",), ("tinytrainer==1.0", "torch==1.0"))
+
+
+def write_wheel(folder: Path, name: str, version: str) -> None:
+    """Write a wheel of one empty module."""
+    info = f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{name}.py", f"VERSION = {version!r}\n")
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        wheel.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr(f"{info}/RECORD", "")
+
+
+def write_wheels(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write two versions of `torch` and of `tinytrainer`, and have pip take everything from there."""
+    folder.mkdir()
+    for name in ("torch", "tinytrainer"):
+        for version in ("1.0", "2.0"):
+            write_wheel(folder, name, version)
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return folder
+
+
+@pytest.fixture
+def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Folder that pip takes everything from: two versions of `torch` and of `tinytrainer`."""
+    return write_wheels(tmp_path / "wheels", monkeypatch)
+
+
+@dataclass(frozen=True)
+class Complete:
+    """A complete environment."""
+
+    made: Made
+    messages: list[str]
+    """Progress while it was made."""
+
+
+@pytest.fixture(scope="session")
+def complete(tmp_path_factory: pytest.TempPathFactory) -> Complete:
+    """An environment that was made where there was none, of wheels that are gone."""
+    folder = tmp_path_factory.mktemp("complete")
+    messages: list[str] = []
+    assert inspect(TINY, folder / "made" / "tiny").state == "absent"
+    with pytest.MonkeyPatch.context() as patch:
+        wheels = write_wheels(folder / "wheels", patch)
+        made = create(TINY, folder / "made" / "tiny", report_progress=messages.append)
+        shutil.rmtree(wheels)
+    return Complete(made, messages)
+
+
+@pytest.fixture
+def begin(complete: Complete) -> Begin:
+    """Lay out an environment that was begun: pip is in it, nothing else, and no stamp. `create` goes on with it.
+
+    A copy: to unpack and compile pip is most of the time of making one.
+    """
+
+    def copied(folder: Path) -> Path:
+        shutil.copytree(complete.made.folder, folder, symlinks=True)
+        (folder / STAMP).unlink()
+        (packages,) = folder.glob("lib/*/site-packages")
+        for name in ("torch", "tinytrainer"):
+            (packages / f"{name}.py").unlink()
+            shutil.rmtree(packages / f"{name}-1.0.dist-info")
+        shutil.rmtree(packages / "__pycache__")
+        return folder
+
+    return copied
 
 
 def version_in(folder: Path, name: str) -> str:
@@ -28,18 +101,13 @@ def version_in(folder: Path, name: str) -> str:
     return subprocess.run([folder / "bin/python", "-c", code], capture_output=True, text=True).stdout.strip()
 
 
-def test_an_environment_is_made_as_pinned_and_then_left_alone(tmp_path: Path, wheels: Path) -> None:
-    folder = tmp_path / "made" / "tiny"
-    messages: list[str] = []
-    assert inspect(TINY, folder).state == "absent"
-    made = create(TINY, folder, report_progress=messages.append)
-    assert not made.was_there
+def test_an_environment_is_made_as_pinned_and_then_left_alone(complete: Complete) -> None:
+    folder = complete.made.folder
+    assert not complete.made.was_there
     assert (version_in(folder, "torch"), version_in(folder, "tinytrainer")) == ("1.0", "1.0"), "not the newest"
-    assert any("tinytrainer" in line for line in messages)
+    assert any("tinytrainer" in line for line in complete.messages)
     found = inspect(TINY, folder)
     assert (found.state, found.torch, found.python) == ("ready", "torch==1.0", "{}.{}".format(*sys.version_info))
-    for wheel in wheels.iterdir():
-        wheel.unlink()
     assert create(TINY, folder).was_there, "needs no packages"
 
 
@@ -144,7 +212,7 @@ def bare(folder: Path) -> Path:
 
 def test_an_environment_is_found_by_name_and_by_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ready = bare(tmp_path / "environments" / "trl")
-    (ready / environments.STAMP).write_text(json.dumps({"hash": "of an older version"}))
+    (ready / STAMP).write_text(json.dumps({"hash": "of an older version"}))
     assert environment_folder("trl", tmp_path) == ready, "an outdated one still runs"
     own = bare(tmp_path / "environments" / "mine")
     assert environment_folder("mine", tmp_path) == own, "one that was put there by hand needs no stamp"
