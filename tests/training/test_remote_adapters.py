@@ -151,7 +151,8 @@ def run_of(stage: int, engines: int, base: str) -> dict[str, Any]:
     # One prompt at a time: which sequences are sampled together depends on their arrival, and changes the rounding.
     rollout = {"engines": engines, "max_new_tokens": 5, "batch_size": 4}
     model = {"path": base, "lora": LORA}
-    return {**spec, "model": model, "rollout": rollout, "trainer": {**spec["trainer"], "zero_stage": stage}}
+    trainer = {"micro_batch_size": 8, "zero_stage": stage}  # all sequences of a rank at once
+    return {**spec, "model": model, "rollout": rollout, "trainer": trainer}
 
 
 def every_scenario(rank: int, num_ranks: int, folder: str, engines: str, base: str) -> dict[str, str]:
