@@ -148,7 +148,6 @@ LONGEST = (
     "test_command_follower.py",
     "test_remote_vllm.py",
     "test_worker_on_slurm.py",
-    "test_vllm_engine.py",
     "test_faults_short.py",
     "test_run.py",
     "test_services.py",
