@@ -74,15 +74,17 @@ def new_run(
     get_scheduler(site.scheduler)  # refuse a run that could never start
     kept = kept_with(source)
     code_folder = kept.code if kept is not None else folder
-    # A preset ships with the program, and a deployment of one does not start in a user's folder.
-    of_preset = program_revision() if source in PRESETS and not git_revision(folder or Path.cwd()) else None
+    revision = kept.revision if kept is not None else git_revision(code_folder or Path.cwd())
+    if kept is None and not revision and source in PRESETS:
+        # A preset ships with the program, and a deployment of one does not start in a user's folder.
+        revision = program_revision()
     return prepare(
         stored_spec(spec, site, code_folder),
         site.runs_dir,
         config_source=str(source),
         overrides=overrides,
         folder=code_folder,
-        revision=kept.revision if kept is not None else of_preset,
+        revision=revision,
         owner=owner,
         tags=tags,
         run_id=flow_run.run_id(spec.name) if flow_run is not None and flow_run.id else "",

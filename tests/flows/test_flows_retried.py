@@ -1,7 +1,5 @@
 """Flow runs that are retried or killed at any point: each continues its run, with one job per attempt."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
@@ -63,19 +61,13 @@ def process(harness: ControllerHarness, flow_run: DrivingFlowRun) -> RunDir:
     return run_dir
 
 
-@contextmanager
-def killed_at(harness: ControllerHarness, point: int | None) -> Iterator[Points]:
-    points = Points(point, lambda: b"" if point is not None else left_behind(harness))
-    with points.at_every_effect(harness.scheduler, start, prepare):
-        yield points
-
-
 def runs_of(harness: ControllerHarness) -> list[Path]:
     return [path for path in harness.site.runs_dir.iterdir() if not path.name.startswith(".")]
 
 
 def one_life(harness: ControllerHarness, flow_run: DrivingFlowRun, point: int | None) -> int:
-    with killed_at(harness, point) as points:
+    points = Points(point)
+    with points.at_every_effect(harness.scheduler, start, prepare):
         try:
             process(harness, flow_run)
         except Killed:
@@ -85,7 +77,8 @@ def one_life(harness: ControllerHarness, flow_run: DrivingFlowRun, point: int | 
 
 def test_killed_around_every_effect_a_flow_run_makes_one_run_and_one_job(well: ControllerHarness) -> None:
     """From before the creation of the run directory to after the last line of the journal."""
-    with killed_at(well, None) as points:
+    points = Points(None, lambda: left_behind(well))
+    with points.at_every_effect(well.scheduler, start, prepare):
         process(well, a_flow_run())
     assert points.passed >= 20
     for point in points.distinct:
