@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -289,6 +290,7 @@ def test_schedules_declared_in_code_are_deployed(client: Any, server: sites.Site
         [
             sys.executable,
             "-m",
+            "flows.prefect_imports",
             "prefect",
             "--no-prompt",
             "deploy",
@@ -317,11 +319,17 @@ def test_schedules_declared_in_code_are_deployed(client: Any, server: sites.Site
 
 @pytest.fixture(scope="module")
 def worker(real_prefect: sites.Site, pool: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A worker of the pool, started from another folder; gives its log.
+    """A worker of the pool, started from another folder; gives its log. It imports Prefect as the site's worker does.
 
     No flow run is waiting for it: it would train the submissions of earlier tests, at the full length of a preset.
     """
+    from prefect.workers.process import ProcessWorker
+
     real_prefect.delete_deployments()
+    template = ProcessWorker.get_default_base_job_template()
+    command = shlex.join([sys.executable, "-m", "flows.prefect_imports", "prefect.engine"])
+    template["variables"]["properties"]["command"]["default"] = command
+    real_prefect.ask("/work_pools/rlhf", {"base_job_template": template}, method="PATCH")
     folder = tmp_path_factory.mktemp("worker")
     log = folder / "worker.log"
     settings = {
@@ -332,9 +340,10 @@ def worker(real_prefect: sites.Site, pool: None, tmp_path_factory: pytest.TempPa
         "PREFECT_RUNNER_POLL_FREQUENCY": "1",
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "INFO",  # a command tested earlier may have silenced it
     }
+    words = ["prefect", "worker", "start", "--pool", "rlhf", "--type", "process"]
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "prefect", "worker", "start", "--pool", "rlhf", "--type", "process"],
+            [sys.executable, "-m", "flows.prefect_imports", *words],
             cwd="/",
             env={**os.environ, **settings, "PYTHONPATH": str(ROOT)},
             stdin=subprocess.DEVNULL,
