@@ -17,7 +17,9 @@ from rlhf_core.run_dir.run import RunDir
 
 
 @pytest.fixture
-def run_dir(harness: ControllerHarness, real_prefect: Site, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+def run_dir(
+    harness: ControllerHarness, real_prefect: Site, blank_curves: None, monkeypatch: pytest.MonkeyPatch
+) -> RunDir:
     """A run that has completed as a flow run, on the site that `rlhf show` uses."""
     monkeypatch.setenv("RLHF_HOME", str(harness.site.home))
     run_dir = harness.good_run()
