@@ -13,6 +13,7 @@ from rlhf_core.garbage import collect_rarely, uncollected
 MODULES = (
     "rlhf_core.worker.__main__",
     "rlhf_core.worker.agent.phases",
+    "rlhf_core.worker.command.follower",
     "rlhf_core.weight_sync.session",
     # Modules that libraries import on first use.
     "transformers.models.qwen3.modeling_qwen3",

@@ -18,7 +18,6 @@ from fork_server import fork_server
 from rlhf_core.schemas.resources import GroupPlan
 from rlhf_core.worker.groups.fork_server import ForkServer, _Server
 from rlhf_core.worker.processes import ForkedWorker
-from rlhf_core.worker.roles import COMMAND
 
 
 class ForkedAgent:
@@ -82,7 +81,8 @@ def _run(arguments: Sequence[str], environment: Mapping[str, str], folder: Path,
 def _fork_workers(become: Callable[[list[str]], int]) -> None:
     """Give the agent of this process a fork server that is forked from it, and has all imports.
 
-    It also forks what stands in for the native roles. A replacement of this server is a new process, as always.
+    It also forks what stands in for the native roles, and what follows another program, unless ``warm_workers`` is off.
+    A replacement of this server is a new process, as always.
     """
     from rlhf_core.worker.agent.phases import Agent
     from rlhf_core.worker.groups.fork_server_process import serve
@@ -106,7 +106,7 @@ def _fork_workers(become: Callable[[list[str]], int]) -> None:
         return _Server(ForkedWorker(pid), order_in, answer_out, mark)
 
     def is_forked(agent: Agent, plan: GroupPlan) -> bool:
-        return agent._job.spec.supervise.warm_workers and agent._job.targets.get(plan.role) != COMMAND
+        return agent._job.spec.supervise.warm_workers
 
     ForkServer._start = take  # type: ignore[method-assign]
     Agent._is_forked = is_forked  # type: ignore[method-assign]

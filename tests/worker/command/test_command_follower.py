@@ -20,6 +20,8 @@ pytestmark = [pytest.mark.end_to_end, pytest.mark.training]
 
 MakeRun = Callable[..., AgentRun]
 STEPS = 20
+IN_NEW_PROCESSES = {"warm_workers": False}
+"""Settings of a run whose workers are interpreters of their own, as outside of tests; others are forked here."""
 
 
 def external_program(*options: str, steps: int = STEPS, **changed: Any) -> dict[str, Any]:
@@ -89,7 +91,8 @@ def stopped(run: AgentRun) -> tuple[int, str]:
 
 
 def test_a_program_is_followed_to_its_end(agent_run: MakeRun) -> None:
-    run = agent_run(trainer=external_program("--daemon"), checkpoint={"every_num_steps": 5, "keep_last": 2})
+    checkpoint = {"every_num_steps": 5, "keep_last": 2}
+    run = agent_run(trainer=external_program("--daemon"), checkpoint=checkpoint, supervise=IN_NEW_PROCESSES)
     code, output = run.run_through(native=True)
     outcome = run.outcome()
     assert (code, outcome.state, outcome.last_step) == (0, AttemptState.COMPLETED, STEPS), output
@@ -214,7 +217,7 @@ def test_a_program_that_saves_and_exits_when_asked_is_preempted(agent_run: MakeR
 
 def test_no_rank_of_torchrun_fails_when_the_program_is_ended_after_its_checkpoint(agent_run: MakeRun) -> None:
     """The ranks exit before all their workers have seen the checkpoint."""
-    run = agent_run(trainer=printing_steps_with_torchrun())
+    run = agent_run(trainer=printing_steps_with_torchrun(), supervise=IN_NEW_PROCESSES)
     code, output = stopped(run)
     assert (code, run.outcome().state) == (0, AttemptState.PREEMPTED), output
     assert run.restart(0).incident_files() == []
