@@ -18,6 +18,7 @@ import psutil
 from sites import Site
 
 from rlhf_core.files.appended import read_models
+from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir.attempt import RestartDir
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.reports import AgentEvent, MetricsLine
@@ -136,14 +137,14 @@ class DisturbedSite(Site):
                 raise Stuck(f"the run ended before {what}")
             if time.monotonic() > deadline:
                 raise Stuck(f"waited {timeout_s:.0f} s for {what}")
-            time.sleep(0.05)
+            time.sleep(0.1)  # the question may read all that the run has written
 
     def close(self) -> None:
-        """End the command if it is still running, then the run's job."""
+        """End the command if it is still running, then the job of a run that has not ended."""
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(signal.SIGKILL)
             self.process.wait()
-        if self.run is not None:
+        if self.run is not None and not read_record(self.run).ended:
             self.rlhf("cancel", self.run.run_id, code=None)
         super().close()
 
