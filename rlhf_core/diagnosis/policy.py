@@ -211,7 +211,7 @@ def _rule(kind: FailureKind, undecided: bool) -> Rule:
 
 
 def oom_remedy(
-    spec: RunSpec, role: Role | None = None, phase: str = "", sharing: Sequence[int] = ()
+    spec: RunSpec, role: Role | None = None, phase: str = "", larger_shares: Sequence[int] = ()
 ) -> dict[str, JsonValue]:
     """One change that lowers the memory of a GPU without changing any step's batch and gradient.
 
@@ -231,7 +231,7 @@ def oom_remedy(
         spec: Spec with all earlier changes.
         role: Role that ran out of memory; None for a trainer.
         phase: Phase in which it did; empty if unknown.
-        sharing: Numbers of ranks that can share each sequence of the model, ascending.
+        larger_shares: Larger numbers of ranks that can share each sequence of the model, ascending.
 
     Returns:
         Dotted name to new value; empty if nothing more can be changed.
@@ -259,13 +259,11 @@ def oom_remedy(
     if passes and smaller_pass:
         return smaller_pass
     any_samples = spec.any_loop_samples or completes
-    now = trainer.sequence_parallel
-    # A multiple, so that the rows of a step are still divided evenly.
-    more_ranks = next((number for number in sharing if number > now and number % now == 0), 0)
+    share = next(iter(larger_shares), None)
     ladder: tuple[tuple[bool, str, JsonValue], ...] = (
         (not trainer.gradient_checkpointing and trains, "trainer.gradient_checkpointing", True),
         (trainer.zero_stage < 3 and spec.num_ranks > 1, "trainer.zero_stage", trainer.zero_stage + 1),
-        (more_ranks > 0 and passes, "trainer.sequence_parallel", more_ranks),
+        (passes and share is not None, "trainer.sequence_parallel", share),
         (trainer.zero_stage > 0 and trainer.offload == "none" and has_gpus, "trainer.offload", "optimizer"),
         (batch_size > 1 and any_samples and not sets_up, "rollout.batch_size", batch_size // 2),
         (trainer.zero_stage == 3 and trainer.offload == "optimizer" and has_gpus, "trainer.offload", "parameters"),

@@ -47,13 +47,14 @@ def unshareable_part(config: Mapping[str, Any]) -> str:
     return f"rotary embeddings of type {kind}" if kind in MOVING_ROPES else ""
 
 
-def sharing_numbers(spec: RunSpec, config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Numbers of ranks of one node that can share each sequence of a model (``trainer.sequence_parallel``), ascending.
+def larger_shares(spec: RunSpec, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Larger numbers of ranks of a node that can share each sequence (``trainer.sequence_parallel``), ascending.
 
-    Without the number of heads, or with a part that cannot be shared, only 1 is certain.
+    They are multiples of the present number, so that the rows of a step are still divided evenly. Without the number of
+    heads, or with a part that cannot be shared, there are none.
     """
-    heads = num_heads(config)
+    heads, now = num_heads(config), spec.ranks_per_row
     if heads is None or unshareable_part(config):
-        return (1,)
+        return ()
     common = math.gcd(spec.resources.ranks_per_node, heads)
-    return tuple(number for number in range(1, common + 1) if common % number == 0)
+    return tuple(number for number in range(2 * now, common + 1, now) if common % number == 0)

@@ -21,7 +21,7 @@ from rlhf_core.diagnosis.policy import (
 from rlhf_core.files.appended import read_tail
 from rlhf_core.files.lookups import is_there
 from rlhf_core.files.whole import read_model
-from rlhf_core.run_dir.initial_model import model_config, sharing_numbers
+from rlhf_core.run_dir.initial_model import larger_shares, model_config
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobState
 from rlhf_core.schemas.attempts import AttemptState, Role
@@ -175,8 +175,8 @@ def _remedy(
     before = dict(placement.config_diff) if placement is not None else {}
     if kind is FailureKind.CUDA_OOM and spec.supervise.oom_remediation:
         role, phase = _place_of(incident)
-        sharing = sharing_numbers(spec, model_config(spec.model))
-        changes = oom_remedy(with_changes(spec, before), role, phase, sharing)
+        changed = with_changes(spec, before)
+        changes = oom_remedy(changed, role, phase, larger_shares(changed, model_config(spec.model)))
         what = ", ".join(f"{name} = {value}" for name, value in changes.items())
         return _Remedy(f"continuing with {what}; the global batch is unchanged" if what else "", changes)
     roll_back = kind in (FailureKind.NON_FINITE, FailureKind.DEGENERATE_RL)

@@ -17,6 +17,7 @@ from rlhf_core.diagnosis.policy import (
     oom_remedy,
     rollback_step,
 )
+from rlhf_core.run_dir.initial_model import larger_shares
 from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.changes import with_changes
 from rlhf_core.schemas.failures import Action, FailureKind
@@ -108,11 +109,11 @@ def test_out_of_memory_everything_shrinks_that_leaves_the_gradient_alone() -> No
         {"trainer.offload": "parameters"},
     ]
     assert len([one for one in seen if "rollout.batch_size" not in one]) < MOST_REMEDIES
-    # Ranks share sequences only in passes over them, and only in numbers that keep the rows of a step divided evenly.
-    spec = with_changes(spec, {"resources.ranks_per_node": 12})
-    assert oom_remedy(spec, phase="rollout", sharing=(1, 2, 3, 6)) == {}
+    # Ranks share sequences only in passes over them, and in numbers that keep the rows of a step divided evenly.
+    spec, config = with_changes(spec, {"resources.ranks_per_node": 12}), {"num_attention_heads": 18}
+    assert oom_remedy(spec, phase="rollout", larger_shares=larger_shares(spec, config)) == {}
     shared: list[JsonValue] = []
-    while remedy := oom_remedy(spec, phase="train", sharing=(1, 2, 3, 6)):
+    while remedy := oom_remedy(spec, phase="train", larger_shares=larger_shares(spec, config)):
         shared += remedy.values()
         spec = with_changes(spec, remedy)
         assert training_part(spec) == before

@@ -269,6 +269,9 @@ def test_a_sequence_too_long_for_a_gpu_is_advised_to_be_shared() -> None:
     }
     result = blocked(big(**long))
     assert "trainer.sequence_parallel=" in result.advice
+    odd = big(**long)
+    odd = replace(odd, model_config={**odd.model_config, "num_attention_heads": 7})
+    assert "trainer.sequence_parallel=" not in blocked(odd).advice
     long["trainer"]["sequence_parallel"] = 8
     assert only(big(**long)).status is not CheckStatus.BLOCKED
 

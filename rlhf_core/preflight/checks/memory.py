@@ -370,7 +370,12 @@ def _advice(facts: Facts, shape: Shape, estimate: Estimate, room: int) -> str:
     changes = [
         f"{_set(change)} ({size(peak)})"
         for change, peak in remedies(
-            facts.spec, shape, int(TIGHT * room), _gpu(facts), pairs_have_answers=facts.pairs_have_answers
+            facts.spec,
+            facts.model_config,
+            shape,
+            int(TIGHT * room),
+            _gpu(facts),
+            pairs_have_answers=facts.pairs_have_answers,
         )
     ]
     if changes:

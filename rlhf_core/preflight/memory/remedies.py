@@ -1,24 +1,27 @@
 """Changes of settings that make a trainer rank fit."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from pydantic import JsonValue
 
 from rlhf_core.preflight.memory.engines import token_cache_bytes, vllm_cache_budget
 from rlhf_core.preflight.memory.roles import trainer_estimate
 from rlhf_core.preflight.memory.shapes import Shape
+from rlhf_core.run_dir.initial_model import larger_shares
 from rlhf_core.schemas.changes import with_changes
 from rlhf_core.schemas.run import RunSpec
 
 
 def remedies(
-    spec: RunSpec, shape: Shape, room: int, gpu: int | None, *, pairs_have_answers: bool
+    spec: RunSpec, config: Mapping[str, Any], shape: Shape, room: int, gpu: int | None, *, pairs_have_answers: bool
 ) -> list[tuple[dict[str, JsonValue], int]]:
     """Changes of settings that make a trainer rank fit into ``room`` bytes, each with the new peak.
 
     Single changes if one suffices, otherwise combinations. Only the number format affects the training result.
 
     Args:
+        config: configuration of the model.
         gpu: usable memory of the GPU in bytes; vLLM takes a share of it.
         pairs_have_answers: as in :func:`trainer_estimate`.
     """
@@ -47,7 +50,7 @@ def remedies(
         [both, [{**again, **change} for change in both]],
         [[smallest]],
         [[{**smallest, **change} for change in offloaded]],
-        [[{**smallest, "trainer.sequence_parallel": size} for size in _shared_by(spec)]],
+        [[{**smallest, "trainer.sequence_parallel": size} for size in larger_shares(spec, config)]],
     ):
         found = [fitting for ladder in ladders if (fitting := first_that_fits(ladder))]
         if found:
@@ -72,12 +75,6 @@ def _stages(spec: RunSpec) -> list[dict[str, JsonValue]]:
     """Higher stages of ZeRO, if there is another rank to split with."""
     later = range(spec.native_trainer.zero_stage + 1, 4) if spec.num_ranks > 1 else range(0)
     return [{"trainer.zero_stage": stage} for stage in later]
-
-
-def _shared_by(spec: RunSpec) -> list[int]:
-    """Larger numbers of ranks of a node that may share a sequence; whether heads divide is checked by itself."""
-    per_node = spec.resources.ranks_per_node
-    return [size for size in range(spec.ranks_per_row + 1, per_node + 1) if per_node % size == 0]
 
 
 def _offloads(spec: RunSpec) -> list[dict[str, JsonValue]]:
