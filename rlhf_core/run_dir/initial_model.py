@@ -47,6 +47,13 @@ def unshareable_part(config: Mapping[str, Any]) -> str:
     return f"rotary embeddings of type {kind}" if kind in MOVING_ROPES else ""
 
 
+def might_share_more(spec: RunSpec, config: Mapping[str, Any]) -> bool:
+    """True if more ranks, also of several nodes, might share each sequence, as far as the configuration tells."""
+    if unshareable_part(config):
+        return False
+    return math.gcd(spec.num_ranks, num_heads(config) or spec.num_ranks) > spec.ranks_per_row
+
+
 def larger_shares(spec: RunSpec, config: Mapping[str, Any]) -> tuple[int, ...]:
     """Larger numbers of ranks of a node that can share each sequence (``trainer.sequence_parallel``), ascending.
 

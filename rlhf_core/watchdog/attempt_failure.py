@@ -21,7 +21,7 @@ from rlhf_core.diagnosis.policy import (
 from rlhf_core.files.appended import read_tail
 from rlhf_core.files.lookups import is_there
 from rlhf_core.files.whole import read_model
-from rlhf_core.run_dir.initial_model import larger_shares, model_config
+from rlhf_core.run_dir.initial_model import larger_shares, might_share_more, model_config
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobState
 from rlhf_core.schemas.attempts import AttemptState, Role
@@ -85,7 +85,7 @@ def explain(
     stopped = _stopped_by_health(spec, incident)
     remedy = _Remedy() if stopped else _remedy(run_dir, kind, spec, placement, rolled_back, incident)
     if not remedy.what and kind is FailureKind.CUDA_OOM:
-        stopped = stopped or _stopped_without_memory(spec, incident)
+        stopped = stopped or _stopped_without_memory(_with_earlier_changes(spec, placement), incident)
     choice = stopped or decide_next(
         kind,
         failures,
@@ -132,6 +132,10 @@ class _Remedy:
     resume_checkpoint: str = ""
 
 
+def _with_earlier_changes(spec: RunSpec, placement: Placement | None) -> RunSpec:
+    return spec if placement is None else with_changes(spec, placement.config_diff)
+
+
 def _stopped_by_health(spec: RunSpec, incident: Incident | None) -> Choice | None:
     """The decision to stop, if the settings ask for it for the rule that ended the attempt."""
     rule = incident.health_rule if incident is not None else ""
@@ -141,7 +145,11 @@ def _stopped_by_health(spec: RunSpec, incident: Incident | None) -> Choice | Non
 
 
 def _stopped_without_memory(spec: RunSpec, incident: Incident | None) -> Choice:
-    """The decision to stop after a GPU ran out of memory and no change is left that would help, with advice."""
+    """The decision to stop after a GPU ran out of memory and no change is left that would help, with advice.
+
+    Args:
+        spec: spec with all earlier changes.
+    """
     role, phase = _place_of(incident)
     in_trainer = role in (None, Role.TRAINER)
     larger = "or more or larger GPUs"
@@ -155,7 +163,10 @@ def _stopped_without_memory(spec: RunSpec, incident: Incident | None) -> Choice:
             "or larger GPUs, or end other processes on them"
         )
     else:
-        why = f"{RULES[FailureKind.CUDA_OOM].why}: use shorter sequences, {larger}"
+        passes = in_trainer and phase not in (Phase.ROLLOUT, Phase.EVALUATE)
+        shares = passes and might_share_more(spec, model_config(spec.model))
+        share = "let ranks share each sequence (trainer.sequence_parallel), " if shares else ""
+        why = f"{RULES[FailureKind.CUDA_OOM].why}: {share}use shorter sequences, {larger}"
     return not_retried(FailureKind.CUDA_OOM, why)
 
 
@@ -172,10 +183,9 @@ def _remedy(
     rolled_back: bool,
     incident: Incident | None,
 ) -> _Remedy:
-    before = dict(placement.config_diff) if placement is not None else {}
     if kind is FailureKind.CUDA_OOM and spec.supervise.oom_remediation:
         role, phase = _place_of(incident)
-        changed = with_changes(spec, before)
+        changed = _with_earlier_changes(spec, placement)
         changes = oom_remedy(changed, role, phase, larger_shares(changed, model_config(spec.model)))
         what = ", ".join(f"{name} = {value}" for name, value in changes.items())
         return _Remedy(f"continuing with {what}; the global batch is unchanged" if what else "", changes)

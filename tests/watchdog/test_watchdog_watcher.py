@@ -330,18 +330,19 @@ COMMAND = RunSpec.model_validate(
 
 
 @pytest.mark.parametrize(
-    ("config", "change"),
+    ("config", "change", "might_share"),
     [
-        ({"num_attention_heads": 4}, {"trainer.sequence_parallel": 2}),
-        ({"num_attention_heads": 3}, {}),
-        ({"num_attention_heads": 4, "sliding_window": 64}, {}),
-        ({}, {}),
+        ({"num_attention_heads": 4}, {"trainer.sequence_parallel": 2}, True),
+        ({"num_attention_heads": 3}, {}, False),
+        ({"num_attention_heads": 4, "sliding_window": 64}, {}, False),
+        ({}, {}, True),
     ],
     ids=["shareable", "odd number of heads", "sliding window", "unknown"],
 )
 def test_out_of_memory_ranks_share_sequences_if_the_model_can_be_shared(
-    run_dir: RunDir, tmp_path: Path, config: dict[str, JsonValue], change: dict[str, JsonValue]
+    run_dir: RunDir, tmp_path: Path, config: dict[str, JsonValue], change: dict[str, JsonValue], might_share: bool
 ) -> None:
+    """With an unknown number of heads, nothing is changed, and the decision advises the user to try."""
     agent = FakeAgent(run_dir)
     agent.begin()
     agent.fail(FailureKind.CUDA_OOM, message="rank 1 ran out of memory", phase="train")
@@ -350,12 +351,13 @@ def test_out_of_memory_ranks_share_sequences_if_the_model_can_be_shared(
     decision = explain(run_dir, ended(run_dir), spec, first_attempt=1).decision
     assert decision.config_diff == change
     assert (decision.action is Action.NEW_ATTEMPT) == bool(change)
+    assert ("trainer.sequence_parallel" in decision.reason) == might_share
 
 
 @pytest.mark.parametrize(
     ("spec", "role", "phase", "advice"),
     [
-        (SMALLEST, Role.TRAINER, "train", "without changing the global batch: use shorter sequences"),
+        (SMALLEST, Role.TRAINER, "train", "let ranks share each sequence (trainer.sequence_parallel)"),
         (SMALLEST, Role.ROLLOUT, "rollout", "without changing the global batch: use shorter sequences"),
         (SMALLEST, Role.TRAINER, "setup", "end other processes on them"),
         (SMALLEST, Role.TRAINER, "rollout", "without changing the global batch: use shorter sequences"),
