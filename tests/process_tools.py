@@ -1,4 +1,4 @@
-"""Helpers to run the ``rlhf`` command, to wait for other processes, to find those of a site, and to kill them."""
+"""Helpers to run the ``rlhf`` command, to wait for other processes and inspect them, and to find and kill a site's."""
 
 import contextlib
 import json
@@ -57,6 +57,13 @@ def run_rlhf(folder: Path, *words: str, **variables: str) -> "subprocess.Complet
         text=True,
         check=False,
     )
+
+
+def modules_with(module: str) -> set[str]:
+    """Names of all modules of a new process that has imported one."""
+    code = f"import sys, {module}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
 
 
 def is_alive(pid: int) -> bool:

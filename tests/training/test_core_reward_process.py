@@ -16,6 +16,7 @@ import hostile_rewards
 import psutil
 import pytest
 from fork_server import fork_server
+from process_tools import modules_with
 from pydantic import ValidationError
 from rank_launcher import ended, tiny_spec
 
@@ -319,13 +320,8 @@ def test_a_function_that_cannot_be_imported_is_named(
 
 
 def test_the_process_of_the_functions_imports_nothing_heavy() -> None:
-    imported = subprocess.run(
-        [sys.executable, "-c", "import sys, rlhf_core.training.rewards.worker; print(*sys.modules)"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split()
-    assert not {"torch", "numpy", "pydantic", "transformers", "psutil"} & set(imported)
+    imported = modules_with("rlhf_core.training.rewards.worker")
+    assert not {"torch", "numpy", "pydantic", "transformers", "psutil"} & imported
 
 
 def score_in_this_process(name: str, called: Event) -> None:

@@ -6,8 +6,6 @@ import os
 import random
 import select
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -19,7 +17,7 @@ import pytest
 import torch
 from core_losses import policy_loss_of
 from core_models import char_tokenizer
-from process_tools import until
+from process_tools import modules_with, until
 from pydantic import ValidationError
 from turn_tools import TOOL_TEMPLATE
 
@@ -277,14 +275,9 @@ def test_processes_outlive_the_thread_that_needed_them() -> None:
 
 def test_the_first_process_imports_nothing_heavy() -> None:
     """A rank starts one, and another for each step that is sampled ahead."""
-    imported = subprocess.run(
-        [sys.executable, "-c", "import sys, rlhf_core.training.environments.server; print(*sys.modules)"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split()
+    imported = modules_with("rlhf_core.training.environments.server")
     assert "rlhf_core.training.environments.functions" in imported
-    assert not {"torch", "numpy", "pydantic", "transformers"} & set(imported)
+    assert not {"torch", "numpy", "pydantic", "transformers"} & imported
 
 
 def test_tools_are_described_and_errors_are_observed() -> None:
