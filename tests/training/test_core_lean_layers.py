@@ -12,6 +12,9 @@ from pydantic import JsonValue
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import PreTrainedModel
+from transformers.models.glm.modeling_glm import GlmAttention
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
+from transformers.models.phi3 import modeling_phi3
 
 from rlhf_core.training.models import lean_layers
 from rlhf_core.training.models.causal_lm import PolicyModel
@@ -62,7 +65,7 @@ def product_lives(mlp: Any, hidden: Tensor) -> tuple[bool, Tensor]:
 
 @pytest.mark.parametrize(
     ("config", "number"),
-    [(QWEN, 2 * (4 + 1) + 1), (OTHER_FAMILIES["llama"], 2 * (2 + 1) + 1), (OTHER_FAMILIES["gpt2"], 0)],
+    [(QWEN, 2 * (4 + 2) + 1), (OTHER_FAMILIES["llama"], 2 * (2 + 2) + 1), (OTHER_FAMILIES["gpt2"], 0)],
     ids=["qwen3", "llama", "gpt2"],
 )
 def test_loss_and_gradients_are_those_of_the_usual_layers(config: dict[str, JsonValue], number: int) -> None:
@@ -81,6 +84,8 @@ def test_derivatives_are_those_of_finite_differences() -> None:
     hidden, weight, other = (torch.randn(size, dtype=torch.float64, requires_grad=True) for size in ((3, 5), 5, (3, 5)))
     assert torch.autograd.gradcheck(lambda x, w: lean_layers._RmsNorm.apply(x, w, 1e-6), (hidden, weight))
     assert torch.autograd.gradcheck(lean_layers._Gated.apply, (hidden, other))
+    cos, sin = torch.randn(2, 3, 4, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda x: lean_layers._Rotated.apply(x, cos, sin), (hidden[:, :4],))
 
 
 def test_a_wrong_derivative_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,6 +100,15 @@ def test_a_wrong_derivative_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.ones(5, dtype=torch.float64)
     with pytest.raises(RuntimeError, match="Jacobian mismatch"):
         torch.autograd.gradcheck(lambda x: lean_layers._RmsNorm.apply(x, weight, 1e-6), (hidden,))
+
+
+def test_a_rotation_derived_in_the_wrong_direction_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: a gradient turns back what the forward pass has turned."""
+    monkeypatch.setattr(lean_layers._Rotated, "backward", staticmethod(lambda ctx, grad: (grad, None, None)))
+    angles = torch.linspace(0, 3, 8, dtype=torch.float64).view(2, 4)
+    hidden = torch.randn((2, 4), dtype=torch.float64, requires_grad=True)
+    with pytest.raises(RuntimeError, match="Jacobian mismatch"):
+        torch.autograd.gradcheck(lambda x: lean_layers._Rotated.apply(x, angles.cos(), angles.sin()), (hidden,))
 
 
 def test_bfloat16_rounds_as_usual() -> None:
@@ -184,8 +198,31 @@ class ShiftedRMSNorm(nn.Module):
 
 def test_layers_of_another_form_stay_as_they_are() -> None:
     gelu = tiny_model({**OTHER_FAMILIES["llama"], "hidden_act": "gelu"})
-    assert use_lean_layers(gelu) == 5, "only the norms"
+    assert use_lean_layers(gelu) == 5 + 2, "only the norms and the rotations"
     assert use_lean_layers(nn.Sequential(ShiftedRMSNorm())) == 0
+
+
+@pytest.mark.parametrize("attention", [GlmAttention, GptOssAttention])
+def test_rotations_of_another_form_stay_as_they_are(attention: type[nn.Module]) -> None:
+    """GLM pairs neighbours instead of halves, and GPT-OSS has one angle for both coordinates."""
+    assert "apply_rotary_pos_emb" in attention.forward.__code__.co_names, "control"
+    assert lean_layers._lean_attention(attention.forward) is None
+
+
+def test_the_rotation_of_a_part_of_each_head_is_the_usual_one() -> None:
+    attention: Any = lean_layers._lean_attention(modeling_phi3.Phi3Attention.forward)
+    lean, usual = attention.__globals__["apply_rotary_pos_emb"], modeling_phi3.apply_rotary_pos_emb
+    assert lean is not usual
+    q, k, cos, sin = torch.randn(1, 2, 5, 8), torch.randn(1, 1, 5, 8), *torch.randn(2, 1, 5, 4)
+    for found, wanted in zip(lean(q, k, cos, sin), usual(q, k, cos, sin), strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_the_rotation_of_another_library_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Liger, for instance, replaces the function of an architecture by a kernel."""
+    attention = modeling_phi3.Phi3Attention.forward
+    monkeypatch.setattr(modeling_phi3, "apply_rotary_pos_emb", lambda q, k, cos, sin, unsqueeze_dim=1: (q, k))
+    assert lean_layers._lean_attention(attention) is None
 
 
 def test_layers_are_replaced_once() -> None:

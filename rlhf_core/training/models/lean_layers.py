@@ -1,11 +1,14 @@
-"""RMSNorm and gated MLP in fewer passes over memory, which keep less for the backward pass.
+"""RMSNorm, gated MLP and rotary embedding in fewer passes over memory, which keep less for the backward pass.
 
-transformers writes both as a chain of element-wise operations. Autograd then keeps the result of each and makes a
+transformers writes each as a chain of element-wise operations. Autograd then keeps the result of each and makes a
 pass over memory for each, forward and backward. Here each is one function with its derivative written out, and the
 product of the gated MLP, as large as its gate, is recomputed in the backward pass: selective recomputation as in
 Korthikanti et al. 2022 (arXiv 2205.05198, section 5), at about a hundredth of the time.
 """
 
+import inspect
+from collections.abc import Callable
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -17,10 +20,13 @@ from torch.nn import functional
 from transformers.activations import SiLUActivation
 
 _PROBE_ROWS = 4
+_ROTATION = "apply_rotary_pos_emb"
+"""Function in the module of each architecture of transformers, which its attention calls by this name."""
 
 
 def use_lean_layers(model: nn.Module) -> int:
-    """Replace the forward pass of every RMSNorm and gated MLP of ``model`` that has the usual form.
+    """Replace the forward pass of every RMSNorm and gated MLP of ``model`` that has the usual form, and the rotation of
+    queries and keys in its attention.
 
     A module is replaced only if both give the same result for a probe: one with another formula stays as it is, such as
     Gemma's norms, which add 1 to their weights. The same holds for one whose forward pass is already replaced, here or
@@ -50,6 +56,11 @@ def _replace(module: Any) -> bool:
     if "forward" in vars(module):
         return False
     name = type(module).__name__
+    if name.endswith("Attention"):
+        attention = _lean_attention(type(module).forward)
+        if attention is not None:
+            module.forward = MethodType(attention, module)
+        return attention is not None
     forward: _LeanNorm | _LeanMlp
     if name.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
         forward, width = _LeanNorm(module), module.weight.shape[-1]
@@ -67,6 +78,52 @@ def _replace(module: Any) -> bool:
         return False
     module.forward = forward
     return True
+
+
+def _lean_attention(attention: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Copy the forward pass of an attention, with a rotation in fewer passes; None if its rotation has another form.
+
+    It is copied because the rotation is a function of the module of each architecture, which serves all models of the
+    process, also those that stay as they are.
+    """
+    if not isinstance(attention, FunctionType) or _ROTATION not in attention.__code__.co_names:
+        return None
+    usual = attention.__globals__[_ROTATION]
+    if usual.__module__ != attention.__module__:  # replaced by another library
+        return None
+    lean = _lean_rotation(usual)
+    if not _rotate_alike(usual, lean):
+        return None
+    copied = FunctionType(
+        attention.__code__,
+        attention.__globals__ | {_ROTATION: lean},
+        attention.__name__,
+        attention.__defaults__,
+        attention.__closure__,
+    )
+    copied.__kwdefaults__ = attention.__kwdefaults__
+    return copied
+
+
+def _rotate_alike(usual: Callable[..., Any], lean: Callable[..., Any]) -> bool:
+    if list(inspect.signature(usual).parameters) != ["q", "k", "cos", "sin", "unsqueeze_dim"]:
+        return False
+    q = torch.linspace(-2, 3, 2 * _PROBE_ROWS * 8).view(1, 2, _PROBE_ROWS, 8)
+    probe = q, q[:, :1], q[:, 0].cos(), q[:, 1].sin()
+    try:
+        return all(map(torch.allclose, usual(*probe), lean(*probe)))
+    except RuntimeError:  # such as that of GPT-OSS, whose angles are half as wide
+        return False
+
+
+def _lean_rotation(usual: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+        if not q.shape[-1] == k.shape[-1] == cos.shape[-1]:  # only a part of each head is rotated
+            return usual(q, k, cos, sin, unsqueeze_dim)
+        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+        return _Rotated.apply(q, cos, sin), _Rotated.apply(k, cos, sin)
+
+    return rotate
 
 
 class _LeanNorm:
@@ -156,4 +213,36 @@ class _Gated(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        return torch.ops.aten.silu_backward(grad * up, gate), functional.silu(gate).mul_(grad)
+        grad_gate = grad * up
+        torch.ops.aten.silu_backward(grad_gate, gate, grad_input=grad_gate)
+        return grad_gate, functional.silu(gate).mul_(grad)
+
+
+class _Rotated(Function):
+    """Rotary embedding (Su et al. 2021, arXiv 2104.09864) of points whose two coordinates are the halves of ``x``:
+    ``y = (x1 cos1 - x2 sin1, x2 cos2 + x1 sin2)``.
+
+    With ``g = dL/dy``: ``dL/dx = (g1 cos1 + g2 sin2, g2 cos2 - g1 sin1)``. All tensors are ``[..., D]``; 1 and 2 denote
+    their halves.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        (x1, x2), (sin1, sin2) = x.chunk(2, dim=-1), sin.chunk(2, dim=-1)
+        rotated = x * cos
+        y1, y2 = rotated.chunk(2, dim=-1)
+        y1.addcmul_(x2, sin1, value=-1)
+        y2.addcmul_(x1, sin2)
+        return rotated
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        (g1, g2), (sin1, sin2) = grad.chunk(2, dim=-1), sin.chunk(2, dim=-1)
+        grad_x = grad * cos
+        x1, x2 = grad_x.chunk(2, dim=-1)
+        x1.addcmul_(g2, sin2)
+        x2.addcmul_(g1, sin1, value=-1)
+        return grad_x, None, None

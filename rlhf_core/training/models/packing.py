@@ -154,7 +154,7 @@ def hidden_of_targets(
         packing=packing,
     ).last_hidden_state
     own = target_mask & packing.own
-    return hidden[0].index_select(0, packing.source[own] % packing.tokens.shape[1]), own
+    return hidden.squeeze(0).index_select(0, packing.source[own] % packing.tokens.shape[1]), own
 
 
 def values_of_targets(values: Tensor, own_mask: Tensor, group: SequenceGroup | None) -> Tensor:
@@ -270,13 +270,14 @@ def _attention(
         query, key, value = to_heads(query, key, value, packing.group)
         # The heads of a rank, of which those for keys and values may be repeated.
         module = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1], is_causal=True)
-    row = [tensor.transpose(1, 2)[0] for tensor in (query, key, value)]
+    row = [tensor.transpose(1, 2).squeeze(0) for tensor in (query, key, value)]
     outputs = []
     for block in packing.blocks:
         parts = [tensor.index_select(0, block.source).unflatten(0, block.shape).transpose(1, 2) for tensor in row]
         output, _ = sdpa_attention_forward(module, parts[0], parts[1], parts[2], None, **settings)
         outputs.append(output.flatten(0, 1))
-    output = torch.cat(outputs).index_select(0, packing.back)[None]
+    joined = torch.cat(outputs) if len(outputs) > 1 else outputs[0]  # it copies even a single one
+    output = joined.index_select(0, packing.back)[None]
     return output if packing.group is None else to_tokens(output, packing.group), None
 
 
