@@ -228,8 +228,8 @@ class Campaign:
             for number, (fault, truth, until) in enumerate(zip(scenario.faults, truths, untils, strict=False))
         ]
         rows = [replace(row, scheduler="slurm" if self.cluster else "local") for row in rows]
-        if problem:
-            keep = self.work / "failed" / place.site.home.name
+        if problem or any(map(wrong_in, rows)):
+            keep = self.results.parent / "failed" / place.site.home.name
             keep.parent.mkdir(exist_ok=True)
             shutil.copytree(place.site.home, keep, ignore=shutil.ignore_patterns("small", "*.socket"))
         return rows
@@ -256,8 +256,10 @@ def require_learning(hashes: Mapping[str, str]) -> None:
         raise Stuck(f"the undisturbed run has the same weights at two steps: {hashes}")
 
 
-def _say(row: Row) -> None:
+def wrong_in(row: Row) -> list[str]:
+    """The verdicts on a case that are not as expected."""
     verdicts = {
+        "FALSE ALARM" if row.control else "MISSED": row.found is not row.control,
         "in time": row.in_time,
         "blame": row.blame_right,
         "class": row.class_right,
@@ -265,9 +267,11 @@ def _say(row: Row) -> None:
         "back in time": row.again_in_time,
         "equal": row.same_numbers,
     }
-    wrong = [name for name, good in verdicts.items() if good is False]
-    if row.control == row.found:
-        wrong.insert(0, "FALSE ALARM" if row.control else "MISSED")
+    return [name for name, good in verdicts.items() if good is False]
+
+
+def _say(row: Row) -> None:
+    wrong = wrong_in(row)
     seconds = "found" if row.found else "nothing found"
     if row.found_s is not None:
         seconds += f" after {row.found_s:.1f} s"

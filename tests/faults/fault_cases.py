@@ -252,7 +252,7 @@ KINDS: tuple[Kind, ...] = (
          needs=frozenset({"prefect"})),
     Kind("flow process kill -9", Expected(), outside="kill_flow"),
     Kind("time limit", expect("none time_limit preemption", "new_attempt"), outside="wait_for_time_limit",
-         ends_run=True, more_steps=40, overrides=("resources.time_limit_s=180", "slurm.save_lead_s=30"), needs=SLURM),
+         ends_run=True, more_steps=40, overrides=("resources.time_limit_s=180", "slurm.save_lead_s=60"), needs=SLURM),
     Kind("preemption", expect("none preemption", "new_attempt"), outside="preempt", ends_run=True, needs=SLURM),
     Kind("scancel from outside", expect("user_cancel", "stop", same_numbers=False), outside="scancel", ends_run=True,
          needs=SLURM),

@@ -116,7 +116,7 @@ def measure(
         number=number,
         row=fault.row,
         control=not is_failure,
-        found=incident is not None or cancelled or (is_failure and decision is not None) or harmless,
+        found=incident is not None or decision is not None or cancelled or harmless,
         found_s=found_s,
         limit_s=limit_s,
         decided_s=decided_s,
@@ -133,7 +133,7 @@ def measure(
         same_numbers=same if expected.same_numbers else None,
         submitted_twice=jobs - len(run.attempts()),
         state=state,
-        message=incident.message if incident else "",
+        message=incident.message if incident else decision.reason if decision else "",
     )
 
 
