@@ -38,7 +38,7 @@ class Row:
     row: str
     control: bool
     found: bool
-    """A failure was seen between this fault and the next; for a control, this is a false alarm."""
+    """A failure was seen or decided about between this fault and the next; for a control, this is a false alarm."""
     found_s: float | None
     """Time from the fault to its first sign: a suspicion, a noticed exit, an incident."""
     limit_s: float | None = None
@@ -67,7 +67,7 @@ class Row:
     state: str
     """Final state of the run, or the reason why it has none."""
     message: str
-    """Message of the incident."""
+    """Message of the incident; without one, the reason of the decision."""
     scheduler: str = ""
     """Scheduler of the run."""
 

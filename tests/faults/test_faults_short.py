@@ -99,6 +99,8 @@ class SmallerRun:
     """Text of `rlhf show`."""
     lost: Row
     """Row of the node that is lost during training."""
+    asked: Row
+    """Row of the run that is asked to save, measured as if nothing should have happened."""
     cancelled: Row
     """Row of the job that is cancelled during training."""
 
@@ -121,21 +123,24 @@ def smaller(campaign: Campaign, reference: dict[str, str]) -> SmallerRun:
         )
         until_s, num_jobs = time.time(), cluster.num_jobs(place.run.run_id)
         cluster.back_in_service()
-        ask_to_save(place)
+        saved = ask_to_save(place)
         site.wait_for(lambda: steps_of(place.run, 3), "an attempt on two nodes to train", RECOVERY_TIMEOUT_S)
         ended = scancel(place)
         site.wait_for(lambda: site.ended, "the end of the run", RECOVERY_TIMEOUT_S)
         attempts, state = place.run.attempts(), read_record(place.run).state.value
         fault = Fault(NODE_DOWN, EXPECTED[NODE_DOWN], struck.step, outside="node_down")
         lost = measure("fewer-nodes", 0, fault, struck, until_s, place.run, state, None, num_jobs)
-        fault = Fault(CANCELLED, EXPECTED[CANCELLED], ended.step, outside="scancel")
         num_jobs = cluster.num_jobs(place.run.run_id)
-        cancelled = measure("fewer-nodes", 1, fault, ended, time.time(), place.run, state, None, num_jobs)
+        fault = Fault("asked to save", Expected(), saved.step, outside="ask_to_save")
+        asked = measure("fewer-nodes", 1, fault, saved, ended.time, place.run, state, None, num_jobs)
+        fault = Fault(CANCELLED, EXPECTED[CANCELLED], ended.step, outside="scancel")
+        cancelled = measure("fewer-nodes", 2, fault, ended, time.time(), place.run, state, None, num_jobs)
         return SmallerRun(
             [found for one in attempts if (found := read_model(one.placement, Placement)) is not None],
             [steps_of(place.run, one.number) for one in attempts],
             site.rlhf("show", place.run.run_id).stdout,
             lost,
+            asked,
             cancelled,
         )
 
@@ -268,6 +273,14 @@ def test_after_all_that_the_parameters_are_those_of_the_undisturbed_run(goes_on:
 
 def test_a_lost_node_is_left_out_of_the_new_attempt(smaller: SmallerRun) -> None:
     assert check({smaller.lost.row: smaller.lost}, NODE_DOWN).action == "new_attempt"
+
+
+def test_a_new_attempt_without_an_incident_is_an_alarm_in_a_healthy_run(smaller: SmallerRun) -> None:
+    """Negative control of the campaign's own controls: what ends an attempt need not be an incident."""
+    row = smaller.asked
+    assert (row.control, row.kind, row.action) == (True, "", "new_attempt")
+    assert row.found, row
+    assert row.message
 
 
 def test_a_cancelled_job_is_not_started_again(smaller: SmallerRun) -> None:

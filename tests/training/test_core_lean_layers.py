@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -104,7 +105,13 @@ def test_a_wrong_derivative_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_rotation_derived_in_the_wrong_direction_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: a gradient turns back what the forward pass has turned."""
-    monkeypatch.setattr(lean_layers._Rotated, "backward", staticmethod(lambda ctx, grad: (grad, None, None)))
+    usual = lean_layers._Rotated.backward
+
+    def onward(ctx: Any, grad: Tensor) -> Any:
+        cos, sin = ctx.saved_tensors
+        return usual(SimpleNamespace(saved_tensors=(cos, -sin)), grad)
+
+    monkeypatch.setattr(lean_layers._Rotated, "backward", staticmethod(onward))
     angles = torch.linspace(0, 3, 8, dtype=torch.float64).view(2, 4)
     hidden = torch.randn((2, 4), dtype=torch.float64, requires_grad=True)
     with pytest.raises(RuntimeError, match="Jacobian mismatch"):
