@@ -128,7 +128,8 @@ with its source):
 
 - weights, gradients in float32, and AdamW's master weights and moments, each split over the ranks as the stage of ZeRO
   splits it;
-- the reference model, if the algorithm needs one (GRPO with a `kl_coefficient` or `measure_kl`);
+- the reference model, if the algorithm needs one (GRPO with a `kl_coefficient` or `measure_kl`), in its own size if
+  `loops.main.reference` names it;
 - the largest of these: activations and one chunk of logits in training; temporary tensors of an update; the KV
   cache in sampling, under ZeRO 3 together with the whole weights; and under ZeRO 3 the whole weights while they are
   evaluated before the main loop or gathered between two loops, when there are no gradients and no optimizer yet. On

@@ -28,9 +28,18 @@ def _with_environment(spec: RunSpec, site: Site) -> RunSpec:
 
 
 def _with_promoted_models(spec: RunSpec, site: Site) -> RunSpec:
-    models = dict(spec.reward.models)
-    for name, one in spec.reward.models.items():
-        if one.path.startswith(PROMOTED):
-            folder = newest_promoted(promoted_models(site.runs_dir), one.path.removeprefix(PROMOTED))
-            models[name] = one if folder is None else one.model_copy(update={"path": str(folder)})
-    return spec.model_copy(update={"reward": spec.reward.model_copy(update={"models": models})})
+    def found(path: str) -> str:
+        if not path.startswith(PROMOTED):
+            return path
+        return str(newest_promoted(promoted_models(site.runs_dir), path.removeprefix(PROMOTED)) or path)
+
+    models = {name: one.model_copy(update={"path": found(one.path)}) for name, one in spec.reward.models.items()}
+    loops = {
+        name: loop.model_copy(update={"reference": found(loop.reference)}) for name, loop in spec.loops.named.items()
+    }
+    return spec.model_copy(
+        update={
+            "reward": spec.reward.model_copy(update={"models": models}),
+            "loops": spec.loops.model_copy(update=loops),
+        }
+    )

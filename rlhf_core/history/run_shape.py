@@ -37,4 +37,5 @@ def shape_key(spec: RunSpec) -> str:
         algorithm = spec.loops.main.algorithm
         part["algorithm"] += [algorithm.rows_per_step, algorithm.group, *algorithm.passes, algorithm.sampling_rounds]
         part["algorithm"] += [algorithm.reference, algorithm.scores_first]
+        part["algorithm"] += [spec.loops.main.reference] if spec.loops.main.reference else []
     return hashlib.blake2b(json.dumps(part, sort_keys=True).encode(), digest_size=8).hexdigest()

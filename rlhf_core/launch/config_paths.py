@@ -71,6 +71,9 @@ def _read_paths(spec: RunSpec) -> Iterator[tuple[str, str]]:
     for name, one in spec.reward.models.items():
         if not one.path.startswith(PROMOTED):
             yield f"reward.models.{name}.path", one.path
+    for name, path in spec.references.items():
+        if not path.startswith(PROMOTED):
+            yield name, path
     for path in spec.code.paths:
         yield "code.paths", path
 
@@ -97,12 +100,18 @@ def absolute_paths(spec: RunSpec, folder: Path) -> RunSpec:
         name: one if one.path.startswith(PROMOTED) else one.model_copy(update={"path": absolute(one.path)})
         for name, one in spec.reward.models.items()
     }
+    loops = {
+        name: loop.model_copy(update={"reference": absolute(loop.reference)})
+        for name, loop in spec.loops.named.items()
+        if not loop.reference.startswith(PROMOTED)
+    }
     tokenizer = spec.model.tokenizer
     if tokenizer not in ("", *BUILT_TOKENIZERS):
         tokenizer = absolute(tokenizer)
     return spec.model_copy(
         update={
             "model": spec.model.model_copy(update={"path": absolute(spec.model.path), "tokenizer": tokenizer}),
+            "loops": spec.loops.model_copy(update=loops),
             "data": spec.data.model_copy(update={**files(spec.data), "sources": sources}),
             "reward": spec.reward.model_copy(update={"models": models}),
             "promote": spec.promote.model_copy(update={"folder": absolute(spec.promote.folder)}),

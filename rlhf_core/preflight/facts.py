@@ -141,6 +141,15 @@ class ModelFolder:
 
 
 @dataclass(frozen=True)
+class ReferenceFolder:
+    """The folder of a reference model, as found. None of its libraries were imported."""
+
+    folder: ModelFolder
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Content of its ``config.json``; empty if it cannot be read."""
+
+
+@dataclass(frozen=True)
 class ModelTypes:
     """Models that the transformers of the compute interpreter can build, according to its files."""
 
@@ -258,6 +267,8 @@ class Facts:
     """Set when ``model.path`` is."""
     reward_models: Mapping[str, RewardModelFolder] = field(default_factory=dict)
     """Reward models that score completions, by name; empty where nothing samples."""
+    references: Mapping[str, ReferenceFolder] = field(default_factory=dict)
+    """Reference models with folders of their own, by the setting that names them."""
     tokenizer_problem: str = ""
     """Reason why ``model.tokenizer`` is not a tokenizer folder; empty if it is one or names a kind that is built."""
     promote_folder: str = ""

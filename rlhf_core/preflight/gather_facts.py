@@ -27,6 +27,7 @@ from rlhf_core.preflight.facts import (
     Facts,
     ModelFolder,
     ModelTypes,
+    ReferenceFolder,
     Requirement,
     RewardModelFolder,
 )
@@ -124,6 +125,7 @@ def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Fa
         else ModelTypes(),
         model_folder=inspect_model(spec.model),
         reward_models=_inspect_reward_models(spec),
+        references=_inspect_references(spec),
         tokenizer_problem=inspect_tokenizer(spec.model) if native else "",
         promote_folder="" if spec.promote.when == "never" else str(promoted),
         promote_problem="" if spec.promote.when == "never" else inspect_disk(promoted).problem,
@@ -161,12 +163,17 @@ def gather_for_predictions(spec: RunSpec, inventory: Inventory, site_slurm: Slur
         model_config=model_config(spec.model),
         model_folder=inspect_model(spec.model),
         reward_models=_inspect_reward_models(spec),
+        references=_inspect_references(spec),
         site_slurm=site_slurm,
     )
 
 
 def _inspect_reward_models(spec: RunSpec) -> dict[str, RewardModelFolder]:
     return {name: inspect_reward_model(one.path) for name, one in spec.scoring_models.items()}
+
+
+def _inspect_references(spec: RunSpec) -> dict[str, ReferenceFolder]:
+    return {setting: inspect_reference(path) for setting, path in spec.references.items()}
 
 
 def _content(
@@ -307,11 +314,24 @@ def _inspect_folder(path: Path) -> ModelFolder:
     return ModelFolder(path, problem=weights.problem, weight_bytes=weights.num_bytes, matrices=weights.matrices)
 
 
+def inspect_reference(text: str) -> ReferenceFolder:
+    """Inspect a reference model, given as ``loops.<name>.reference``."""
+    path = Path(text)
+    if problem := _not_promoted(text):
+        return ReferenceFolder(ModelFolder(path, problem=problem))
+    return ReferenceFolder(_inspect_folder(path), model_config(ModelSpec(path=text)))
+
+
+def _not_promoted(text: str) -> str:
+    """Reason why the name of a promoted model was not replaced by its folder; empty for a folder."""
+    return f"no run called {text.removeprefix(PROMOTED)} has promoted a model here" if text.startswith(PROMOTED) else ""
+
+
 def inspect_reward_model(text: str) -> RewardModelFolder:
     """Inspect a reward model that scores completions, given as ``reward.models.<name>.path``."""
     path = Path(text)
-    if text.startswith(PROMOTED):
-        return RewardModelFolder(path, problem=f"no run called {text.removeprefix(PROMOTED)} has promoted a model here")
+    if problem := _not_promoted(text):
+        return RewardModelFolder(path, problem=problem)
     found, config = _inspect_folder(path), read_object(path / "config.json")
     tokenizer = read_object(path / "tokenizer_config.json")
     return RewardModelFolder(

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from rlhf_core.preflight.facts import Facts
@@ -119,8 +120,16 @@ def num_parameters(facts: Facts) -> int | None:
 
 
 def shape_of_model(facts: Facts) -> Shape | None:
-    """Shape of the model; None if its config lacks the dimensions."""
-    return shape_of(facts.model_config, num_parameters(facts), _vocabulary_size(facts.spec))
+    """Shape of the model, with that of its largest reference; None if its config lacks the dimensions."""
+    shape = shape_of(facts.model_config, num_parameters(facts), _vocabulary_size(facts.spec))
+    found = (
+        shape_of(one.config, stored_parameters(one.config, one.folder.weight_bytes), 0)
+        for one in facts.references.values()
+    )
+    references = [one for one in found if one is not None]
+    if shape is None or not references:
+        return shape
+    return replace(shape, reference=max(references, key=lambda one: one.parameters))
 
 
 def stored_parameters(config: Mapping[str, Any], weight_bytes: int) -> int | None:

@@ -119,7 +119,8 @@ def _training_operations(spec: RunSpec, shape: Shape, algorithm: AlgorithmSpec) 
     again = forward if spec.native_trainer.gradient_checkpointing else 0
     num_passes, _ = algorithm.passes
     trained = (forward + backward + again) * num_passes * (2 if algorithm.critic else 1)
-    return float(trained + (forward if algorithm.reference else 0))
+    compared = _forward_operations(shape.reference or shape, longest_sequence(spec)) if algorithm.reference else 0
+    return float(trained + compared)
 
 
 def _forward_operations(shape: Shape, length: int) -> int:

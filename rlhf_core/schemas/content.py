@@ -1,6 +1,9 @@
 """Reports on the data itself, created by the compute interpreter before a run."""
 
+from collections.abc import Mapping
 from enum import StrEnum
+
+from pydantic import Field
 
 from rlhf_core.schemas.base import Schema
 
@@ -117,6 +120,8 @@ class TokenizerReport(Schema):
     is_bypassed: bool = False
     """True if it has a chat template, not one of a built-in tokenizer, and there are prompts of text that go past it
     and are not in its form: they have no special token."""
+    references: Mapping[str, str] = Field(default_factory=dict)
+    """Differences of the tokenizers of reference models, by the setting that names the model."""
     unread_arguments: tuple[str, ...] = ()
     """Variables set by ``data.template_args`` and ``data.tools_column`` that do not occur in its chat template."""
     turn_end: str | None = None

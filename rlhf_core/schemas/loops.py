@@ -57,6 +57,10 @@ class LoopSpec(Schema):
     """Passes over the training rows, whole or in part, in place of `num_steps`. A new run counts the rows that are left
     after dropping, and stores the number of steps that take each row at least this many times; the last step may begin
     a further pass."""
+    reference: str = ""
+    """Folder of the reference model of the algorithm, which is the teacher of `distillation`, or `promoted:<name>` for
+    the newest promoted model of the runs with that name, looked up when the run is created. Empty for the policy as it
+    was at the start of the loop. It needs the tokenizer of the policy, and may be of another size."""
     algorithm: Algorithm
     optimizer: OptimizerSpec
 
@@ -69,6 +73,22 @@ class LoopSpec(Schema):
             )
         if not (self.num_steps or self.epochs or self._may_be_empty()):
             raise ValueError("found neither num_steps nor epochs, expected one of them, more than 0")
+        return self
+
+    @model_validator(mode="after")
+    def _has_a_use_for_its_reference(self) -> Self:
+        algorithm = self.algorithm
+        if self.reference and not algorithm.reference:
+            raise ValueError(
+                f"found reference = {self.reference!r} with {algorithm.name}, which as set here compares the policy "
+                "with no reference; expected an algorithm that does (for one that samples, a kl_coefficient above 0 or "
+                "measure_kl = true), or no reference"
+            )
+        if algorithm.distils and not self.reference:
+            raise ValueError(
+                f"found {algorithm.name} without a teacher; expected reference, the folder of a model that knows what "
+                "the policy is to learn"
+            )
         return self
 
     def _may_be_empty(self) -> bool:

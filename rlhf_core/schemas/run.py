@@ -209,6 +209,12 @@ class RunSpec(Schema):
         return {name: model for name, model in self.reward.models.items() if name in used}
 
     @property
+    def references(self) -> Mapping[str, str]:
+        """Folders of reference models of their own, by the setting that names them."""
+        named = self.loops.named.items()
+        return {f"loops.{name}.reference": loop.reference for name, loop in named if loop.reference}
+
+    @property
     def num_trainer_nodes(self) -> int:
         """Number of nodes with trainer ranks, the first of the allocation, without ``rollout.nodes``."""
         return self.resources.num_nodes - self.rollout.nodes

@@ -313,6 +313,18 @@ def test_true_is_still_true_where_a_setting_takes_it(minimal: Path) -> None:
     assert trainer.gradient_checkpointing is True
 
 
+def test_a_teacher_is_needed_to_learn_from_and_a_reference_to_compare_with(minimal: Path) -> None:
+    taught = ["loops.main.algorithm.name=distillation"]
+    with pytest.raises(BadConfig, match=r"found distillation without a teacher; expected reference, the folder of"):
+        config.load(minimal, taught)
+    loop = config.load(minimal, [*taught, "loops.main.reference=models/teacher"]).main_loop
+    assert (loop.reference, loop.algorithm.reference, loop.algorithm.samples) == ("models/teacher", True, True)
+    named = ["loops.main.algorithm.name=grpo", "loops.main.reference=models/base"]
+    with pytest.raises(BadConfig, match=r"found reference = 'models/base' with grpo, which as set here compares"):
+        config.load(minimal, named)
+    assert config.load(minimal, [*named, "loops.main.algorithm.kl_coefficient=0.1"]).main_loop.algorithm.reference
+
+
 def test_no_tokenizer_is_built_for_a_model_that_exists(minimal: Path) -> None:
     found = r'found model.tokenizer = "char" with model.path; .* leave model.tokenizer out, or name the folder'
     with pytest.raises(BadConfig, match=found):

@@ -22,6 +22,7 @@ from rlhf_core.run_dir.checkpoint import CheckpointDir
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.checks import CheckResult
 from rlhf_core.schemas.evaluation import EvaluateSpec
+from rlhf_core.schemas.loops import LoopSpec
 from rlhf_core.schemas.rewards import RewardSpec
 from rlhf_core.training.rewards.functions import rewards_of
 from rlhf_core.training.types import Completion, Row
@@ -109,8 +110,12 @@ def test_the_examples_of_reward_functions_in_the_docs_reward(monkeypatch: pytest
     completions = [Completion([], text, True, []) for text in texts]
     assert rewards_of("boxed", names["boxed"], rows, completions) == [1.0, 0.0, 0.0, 0.0]
     tables = [tomllib.loads(text) for text in re.findall(r"```toml\n(.*?)```", page, flags=re.DOTALL)]
-    assert RewardSpec.model_validate(tables[0]["reward"]).functions == ("my_rewards:boxed",)
-    assert EvaluateSpec.model_validate(tables[0]["evaluate"]).scorer == "my_rewards:boxed"
+    rewarded = next(table for table in tables if "reward" in table)
+    assert RewardSpec.model_validate(rewarded["reward"]).functions == ("my_rewards:boxed",)
+    assert EvaluateSpec.model_validate(rewarded["evaluate"]).scorer == "my_rewards:boxed"
+    assert [LoopSpec.model_validate(table["loops"]["main"]).reference for table in tables if "loops" in table] == [
+        "models/Qwen3-8B"
+    ]
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     with serving(_Judge) as port:
         monkeypatch.setenv("JUDGE_URL", f"http://127.0.0.1:{port}")

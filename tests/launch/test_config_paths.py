@@ -20,10 +20,11 @@ reward = {models = {good = {path = "judge"}, newest = {path = "promoted:good"}}}
 code = {paths = ["helpers.py"]}
 [loops.main]
 num_steps = 3
-algorithm = {name = "grpo"}
+reference = "teacher"
+algorithm = {name = "grpo", measure_kl = true}
 optimizer = {learning_rate = 1e-6}
 """
-FILES = ("base", "words", "rows/train.jsonl", "rows/eval.jsonl", "judge", "helpers.py")
+FILES = ("base", "words", "rows/train.jsonl", "rows/eval.jsonl", "judge", "teacher", "helpers.py")
 
 
 @pytest.fixture
@@ -53,6 +54,7 @@ def test_files_beside_the_config_are_named_with_what_to_write(config: Path, tmp_
         "data.train",
         "data.eval",
         "reward.models.good.path",
+        "loops.main.reference",
         "code.paths",
     ]
     assert problems[2] == (
@@ -86,7 +88,8 @@ def test_what_is_where_its_path_leads_and_what_is_nowhere_is_loaded(config: Path
     make_files(config.parent)
     make_files(tmp_path)
     assert found(config, tmp_path) == found(config, config.parent) == []
-    assert load_spec(config, (), config.parent).model.path == str(config.parent / "base")
+    loaded = load_spec(config, (), config.parent)
+    assert (loaded.model.path, loaded.main_loop.reference) == tuple(str(config.parent / n) for n in ("base", "teacher"))
     assert load_spec("quickstart", (), tmp_path, refuse_misplaced=True).name == "quickstart"
 
 

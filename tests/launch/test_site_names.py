@@ -13,6 +13,7 @@ from rlhf_core.control.site_names import for_site
 from rlhf_core.files.whole import write_model
 from rlhf_core.launch.config_paths import absolute_paths
 from rlhf_core.run_dir.run import run_name
+from rlhf_core.schemas.changes import with_changes
 from rlhf_core.schemas.promotion import ModelProvenance
 
 OLD, NEW, OTHER = "rm-20260101-000000-ffffff", "rm-20260101-000000-000000", "rm-b-20270101-000000-000000"
@@ -58,9 +59,11 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     ("path", "folder"), [("promoted:rm", NEW), (f"promoted:{OLD}", OLD), ("promoted:rm-b", OTHER), ("promoted:x", "")]
 )
 def test_the_newest_promoted_model_of_a_name_is_taken(path: str, folder: str, site: Site, tmp_path: Path) -> None:
-    spec = absolute_paths(make_spec(reward={"models": {"good": {"path": path}}}), tmp_path)
-    found = for_site(spec, site).reward.models["good"].path
-    assert found == (str(tmp_path / "promoted" / folder) if folder else path)
+    named = make_spec(reward={"models": {"good": {"path": path}}}, grpo={"measure_kl": True})
+    spec = absolute_paths(with_changes(named, {"loops.main.reference": path}), tmp_path)
+    found = for_site(spec, site)
+    expected = str(tmp_path / "promoted" / folder) if folder else path
+    assert (found.reward.models["good"].path, found.main_loop.reference) == (expected, expected)
 
 
 @pytest.mark.usefixtures("site")

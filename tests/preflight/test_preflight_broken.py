@@ -121,6 +121,7 @@ def gsm8k_files(folder: Path) -> list[str]:
 
 
 NEEDS_MORE = {
+    "quickstart-distillation": ["model.reference"],  # a promoted teacher
     "quickstart-reward-model-grpo": ["reward.models"],  # a promoted reward model
 }
 """Presets with prerequisites, and the checks that report them. Presets for GPUs are predicted elsewhere."""

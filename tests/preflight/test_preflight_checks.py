@@ -23,10 +23,11 @@ from rlhf_core.preflight.facts import (
     LineProblem,
     ModelFolder,
     ModelTypes,
+    ReferenceFolder,
     Requirement,
     RewardModelFolder,
 )
-from rlhf_core.preflight.gather_facts import inspect_reward_model
+from rlhf_core.preflight.gather_facts import inspect_reference, inspect_reward_model
 from rlhf_core.preflight.registry import CHECKS, run_checks
 from rlhf_core.schemas.changes import with_changes
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
@@ -200,6 +201,16 @@ def scoring(**folder: Any) -> Facts:
     return replace(with_spec(reward=SCORES), reward_models={"good": found})
 
 
+def taught(config: dict[str, Any] | None = None, differs: str = "", folder: str = "/t", **changes: Any) -> Facts:
+    """A run that learns from a teacher, with the given facts of its folder and its tokenizer."""
+    main = {"num_steps": 1, "algorithm": {"name": "distillation", "prompts_per_step": 8}, "reference": folder}
+    facts = with_spec(loops={"main": {**main, "optimizer": {"learning_rate": 1e-4}}, "warm_start": None}, **changes)
+    setting = "loops.main.reference"
+    reference = ReferenceFolder(ModelFolder(Path(folder), weight_bytes=1000), {**MODEL, **(config or {})})
+    report = ContentReport(tokenizer=TokenizerReport(references={setting: differs} if differs else {}))
+    return replace(facts, references={setting: reference}, content=report, model_config={**MODEL, "vocab_size": 100})
+
+
 def found(facts: Facts, id: str) -> list[CheckResult]:
     return [result for result in run_checks(facts, id) if result.id == id]
 
@@ -330,6 +341,12 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("reward.models", BLOCKED, scoring(problem="it has 2 outputs"), "reward.models.good.path = /m: it has 2 outputs"),
     ("reward.models", BLOCKED, scoring(has_chat_template=False), "has no chat template"),
     ("reward.models", BLOCKED, scoring(config={"max_position_embeddings": 256}), "has positions for 256"),
+    ("model.reference", BLOCKED, taught({"quantization_config": {}, "vocab_size": 99}), "embeddings for 99 tokens"),
+    ("model.reference", BLOCKED, taught({"quantization_config": {"quant_method": "awq"}}), "weights are quantized"),
+    ("model.reference", BLOCKED, taught(differs="its end token is 7, that of the policy 2"), "its end token is 7"),
+    ("model.reference", BLOCKED, taught({"max_position_embeddings": 256}), "/t has positions for 256 tokens"),
+    ("model.reference", BLOCKED, taught({"num_attention_heads": 5}, trainer={"sequence_parallel": 2},
+     resources={"ranks_per_node": 2}), "/t has 5 attention heads, trainer.sequence_parallel = 2"),
     ("reward.models", WARNING, with_spec(reward=SCORES, train={"algorithm": "sft"}, sft={"num_steps": 0}),
      "an algorithm that samples"),
     ("rollout.stop_strings", WARNING, with_spec(rollout=TAGGED), "exact_match as reward.functions and evaluate.scorer"),
@@ -1130,6 +1147,29 @@ def test_the_folder_of_a_reward_model_is_inspected_without_its_libraries(tmp_pat
     assert inspect_reward_model(str(tmp_path / "well")).problem == "it contains no tokenizer"
     assert inspect_reward_model(str(tmp_path / "none")).problem == "there is no such folder"
     assert inspect_reward_model("promoted:rm").problem == "no run called rm has promoted a model here"
+
+
+def test_a_teacher_that_fits_passes_and_needs_no_rewards() -> None:
+    (result,) = found(taught({"vocab_size": 100}), "model.reference")
+    assert (result.status, result.found) == (CheckStatus.PASSED, "loops.main.reference = /t: 1000 B of weights")
+    unweighted = {"functions": ["rlhf_core.training.rewards:exact_match"], "weights": [0]}
+    assert found(taught(reward=unweighted), "reward.weights") == []
+    assert [result.status for result in found(with_spec(reward=unweighted), "reward.weights")] == [BLOCKED]
+
+
+def test_the_folder_of_a_reference_is_inspected_without_its_libraries(tmp_path: Path) -> None:
+    make_model(tmp_path / "well", "Qwen3ForCausalLM", text_config={"vocab_size": 7})
+    well = inspect_reference(str(tmp_path / "well"))
+    assert (well.folder.problem, well.folder.weight_bytes, well.config["vocab_size"]) == ("", 10, 7)
+    assert inspect_reference(str(tmp_path / "none")).folder.problem == "there is no such folder"
+    absent = inspect_reference("promoted:big")
+    assert absent.folder.problem == "no run called big has promoted a model here"
+    (result,) = found(
+        replace(taught(folder="promoted:big"), references={"loops.main.reference": absent}), "model.reference"
+    )
+    assert result.status is BLOCKED
+    assert result.found == "loops.main.reference = promoted:big: no run called big has promoted a model here"
+    assert result.advice == "train one first, with promote.when, or set loops.main.reference to its folder"
 
 
 def test_ranks_that_share_sequences_need_rows_together() -> None:

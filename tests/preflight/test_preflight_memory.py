@@ -12,7 +12,7 @@ from control_fakes import FakeScheduler
 from test_preflight_checks import found, healthy, with_spec
 
 from rlhf_core.control import run_plan
-from rlhf_core.preflight.facts import DataFile, Facts, RewardModelFolder
+from rlhf_core.preflight.facts import DataFile, Facts, ModelFolder, ReferenceFolder, RewardModelFolder
 from rlhf_core.preflight.memory.engines import token_cache_bytes, vllm_cache_budget, vllm_fixed_bytes, vllm_share_bytes
 from rlhf_core.preflight.memory.formulas import (
     Zero,
@@ -35,7 +35,8 @@ from rlhf_core.preflight.memory.roles import (
     with_reward_models,
 )
 from rlhf_core.preflight.memory.shapes import Shape, part_of, shape_of, trained_shape
-from rlhf_core.preflight.size_estimates import checkpoint_bytes, decoder_parameters
+from rlhf_core.preflight.size_estimates import checkpoint_bytes, decoder_parameters, shape_of_model
+from rlhf_core.preflight.step_time import step_time
 from rlhf_core.schemas.changes import with_changes
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.cluster import ResourceSpec, SlurmSpec
@@ -941,3 +942,39 @@ def test_a_dimension_that_is_no_number_is_unknown(name: str) -> None:
     assert shape_of(config, 8_190_000_000, 0) is None
     assert decoder_parameters(config) is None or name == "sliding_window"
     assert uneven_heads([8, 4], [8, 4], 2) == ""
+
+
+def test_a_reference_of_another_size_takes_the_memory_of_its_own() -> None:
+    """In a trainer whole or split, in an evaluator that ranks pairs; the policy itself takes what it did."""
+    small, large = shape(), shape(parameters=32_000_000_000)
+    both = replace(small, reference=large)
+    algorithm = {"name": "dpo", "batch_size": 8}
+    main = {"num_steps": 1, "algorithm": algorithm, "reference": "/r", "optimizer": {"learning_rate": 1e-6}}
+    spec = with_changes(big().spec, {"loops.main": main, "trainer.zero_stage": 3})
+    own, other = (trainer_estimate(spec, one) for one in (small, both))
+    assert own.resident["reference model"] == 2 * small.parameters // 8
+    assert other.resident["reference model"] == 2 * large.parameters // 8
+    assert {name: size for name, size in own.resident.items() if name != "reference model"} == {
+        name: size for name, size in other.resident.items() if name != "reference model"
+    }
+    assert other.moments["train"]["pass of the reference"] > 0
+    assert evaluator_estimate(spec, both).resident["reference model"] == 2 * large.parameters
+    adapted = with_changes(spec, {"model.lora": {}})
+    assert trainer_estimate(adapted, both).resident["reference model"] == 2 * large.parameters // 8, "not the adapter"
+    slower, faster = (step_time(spec, one, "h100") for one in (both, small))
+    assert slower is not None
+    assert faster is not None
+    assert slower.parts["training"] > 1.5 * faster.parts["training"]
+
+
+def test_the_shape_of_a_run_knows_its_reference() -> None:
+    facts = big()
+    config = {**QWEN3_8B, "torch_dtype": "bfloat16"}
+    named = ReferenceFolder(ModelFolder(Path("/r"), weight_bytes=2 * 32_000_000_000), config)
+    with_reference = shape_of_model(replace(facts, references={"loops.main.reference": named}))
+    alone = shape_of_model(facts)
+    assert with_reference is not None
+    assert with_reference.reference is not None
+    assert with_reference.reference.parameters == 32_000_000_000
+    assert alone is not None
+    assert alone.reference is None

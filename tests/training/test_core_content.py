@@ -22,7 +22,7 @@ from rlhf_core.training.data.loading import completion_lengths, prompt_tokens
 from rlhf_core.training.data.tokenizer_cores import build_core
 from rlhf_core.training.data.tokenizers import CHAT_TEMPLATE, build_tokenizer
 from rlhf_core.training.probes.content import check_content, functions_to_try
-from rlhf_core.training.probes.tokenizer import CoreTokenizer, check_tokenizer
+from rlhf_core.training.probes.tokenizer import CoreTokenizer, check_tokenizer, difference_of_reference
 from rlhf_core.training.types import Row
 
 ROOT = Path(__file__).parents[2]
@@ -316,3 +316,31 @@ def test_tools_and_environments_are_tried(tmp_path: Path, size: str, template: s
     assert (report.turns.tools, report.turns.has_reward) == (("search",), True)
     if template == TOOL_TEMPLATE:
         assert report.splits[0].longest_prompt > len("How?search"), "with what the model is told of the tools"
+
+
+def test_the_tokenizer_of_a_reference_is_compared_with_that_of_the_policy(tmp_path: Path) -> None:
+    """In the texts of the rows; a folder without one has none to compare with."""
+    same, other, other_end = (tmp_path / name for name in ("same", "other", "other-end"))
+    char_tokenizer().save_pretrained(str(same))
+    build_tokenizer("byte", (), 0).save_pretrained(str(other))
+    ending = char_tokenizer()
+    ending.eos_token = "7"
+    ending.save_pretrained(str(other_end))
+    core = CoreTokenizer(build_core("char", (), 0))
+    texts = ["no other", "12>"]
+    assert difference_of_reference(same, core, texts) == ""
+    assert difference_of_reference(tmp_path / "none", core, texts) == ""
+    assert "its end token is" in difference_of_reference(other_end, core, texts)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "tokenizer.json").write_text("{}")
+    assert "contains no tokenizer that transformers can load" in difference_of_reference(
+        tmp_path / "broken", core, texts
+    )
+    spec = make_spec(model={"tokenizer": "char"}, data={"generator": "my_data:rows"})
+    main = {"algorithm": {"name": "distillation"}, "reference": str(other), "optimizer": {"learning_rate": 1e-4}}
+    spec = with_changes(spec, {"loops.main": {"num_steps": 1, **main}})
+    code = "def rows(split, seed):\n    return [{'prompt': '12>', 'answer': '1'}] * 40\n"
+    report = report_with_transformers(spec, tmp_path, code).tokenizer
+    assert report is not None
+    assert list(report.references) == ["loops.main.reference"]
+    assert report.problem == ""

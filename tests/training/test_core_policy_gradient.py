@@ -248,7 +248,8 @@ def test_the_choice_of_groups_does_not_depend_on_the_ranks(rounds: list[list[boo
 def token_loss_of(name: str, gain: Tensor, **settings: Any) -> Tensor:
     """Gradient of the loss with respect to the log-probabilities, ``[3, 3]``."""
     logprobs = random(0).requires_grad_()
-    loss, _ = policy_loss_of(name, logprobs, random(1), gain, MASK, sums=SUMS, **settings)
+    reference = random(2) if settings_of(name, settings).reference else None
+    loss, _ = policy_loss_of(name, logprobs, random(1), gain, MASK, sums=SUMS, ref_logprobs=reference, **settings)
     (gradient,) = torch.autograd.grad(loss, logprobs)
     return gradient
 
@@ -358,6 +359,8 @@ def test_advantages_by_hand() -> None:
     expect("rloo", without, trained=MASK & kept[:, None], kl_coefficient=0.1)
     later = kl.flip(-1).cumsum(-1).flip(-1)
     expect("reinforce_plus_plus", REWARDS.double().view(3, 1) - 0.1 * later, kl_coefficient=0.1)
+    expect("distillation", -kl)
+    expect("distillation", -0.5 * later, kl_coefficient=0.5, discount=1.0)
     expect("ppo", REWARDS.double().view(3, 1) - 0.1 * later - random(2), kl_coefficient=0.1, gae_lambda=1.0)
 
 
@@ -382,3 +385,39 @@ def test_explained_variance_adds_up_over_ranks() -> None:
     assert found == pytest.approx(1 - float((returns - values).var(unbiased=False) / returns.var(unbiased=False)))
     assert explained_variance([4, 8.0, 16.0, 4, 1.0, 1.0]) == 0, "returns that do not vary"
     assert explained_variance([0.0] * 6) == 0
+
+
+def test_the_expected_gradient_of_distillation_is_that_of_the_divergence_from_the_teacher() -> None:
+    """At one state, over the whole vocabulary: every token once, weighted with the probability of sampling it."""
+    generator = torch.Generator().manual_seed(0)
+    logits, of_teacher = torch.randn(2, 7, generator=generator, dtype=torch.float64)
+    logits.requires_grad_()
+    policy, teacher = logits.log_softmax(-1), of_teacher.log_softmax(-1)
+    ones = torch.ones(7, 1, dtype=torch.bool)
+    scores = {"logprobs": policy.detach()[:, None], "ref_logprobs": teacher[:, None]}
+    batch = SampledBatch(torch.ones(7, 1), ones, ones, torch.ones(7, dtype=torch.int64), **scores)
+    sums = StepSums(1, 1, max_new_tokens=1)
+    advantages = ALGORITHMS["distillation"].advantages(batch, sums, settings_of("distillation", {})).tokens
+
+    def loss_of(token: int) -> Tensor:
+        one = slice(token, token + 1)
+        loss, _ = policy_loss_of(
+            "distillation",
+            policy[one, None],
+            None,
+            advantages[one],
+            ones[one],
+            sums=sums,
+            ref_logprobs=teacher[one, None],
+        )
+        return loss
+
+    def gradient(value: Tensor) -> Tensor:
+        (found,) = torch.autograd.grad(value, logits, retain_graph=True)
+        return found
+
+    expected = sum(float(policy[token].detach().exp()) * gradient(loss_of(token)) for token in range(7))
+    kl_div = torch.nn.functional.kl_div
+    torch.testing.assert_close(expected, gradient(kl_div(teacher, policy, reduction="sum", log_target=True)))
+    forward = gradient(kl_div(policy, teacher, reduction="sum", log_target=True))
+    assert not torch.allclose(expected, forward), "the other direction has another gradient"

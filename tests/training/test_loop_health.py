@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -327,6 +328,17 @@ def test_a_reward_that_never_varies_is_said_to_favour_nothing() -> None:
     assert "no prompt had completions with different rewards: every completion so far was rewarded with 0" in found[2]
     assert "the rewards favour no completion over another" in found[2]
     assert "gradient" not in found[2]
+
+
+def test_a_policy_that_learns_from_a_teacher_is_not_judged_by_rewards() -> None:
+    """It is by what sampling and training say about the same token; one that learns from rewards is by all rules."""
+    unrewarded = GONE | {"max": 0.0, "grad_norm": 0.3, "kl": 12.0}
+    taught = replace(BATCH, learns_from_rewards=False)
+    assert finding(curve((200, unrewarded)))[1] == "no_spread"
+    assert first_finding(curve((200, unrewarded)), batch=taught) is None
+    assert finding(curve((60, unrewarded | {"train_gap": 0.2})), taught)[1] == "train_gap"
+    still = finding(curve((60, unrewarded | {"grad_norm": 0.0})), taught)
+    assert still[1] == "frozen", "equal rewards are no reason for a gradient of 0"
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

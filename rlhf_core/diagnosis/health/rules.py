@@ -104,7 +104,7 @@ def findings(state: HealthState, spec: HealthSpec, batch: Batch) -> list[HealthF
     found = [_frozen(state, spec), *_identical(state, spec, batch)]
     if len(state.recent) == spec.window_steps:
         view = _View(state, spec, batch, mean_reward(state, state.recent, batch))
-        found += [rule(view) for rule in RULES]
+        found += [rule(view) for rule in RULES if batch.learns_from_rewards or rule in WITHOUT_REWARDS]
     return [finding for finding in found if finding is not None and finding.rule not in spec.off]
 
 
@@ -322,3 +322,7 @@ def _named(ranks: Sequence[int], nodes: Sequence[str]) -> str:
             word = "rank" if len(named) == 1 else "ranks"
             parts.append(f"{word} {', '.join(map(str, named))} ({whole}{node})")
     return " and ".join(parts)
+
+
+WITHOUT_REWARDS = frozenset({_clipped, _train_gap})
+"""Rules that also judge a policy that learns from a teacher: it may be certain, brief or wrong like the teacher."""

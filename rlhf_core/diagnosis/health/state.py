@@ -54,6 +54,8 @@ class Batch:
     samples_per_prompt: int
     nodes: tuple[str, ...]
     """Name of the node of each rank."""
+    learns_from_rewards: bool = True
+    """False if rewards are only measured."""
 
     @property
     def num_completions(self) -> int:
@@ -192,7 +194,7 @@ def observe(
     """
     has_spread = samples and _has_spread(batch, metrics)
     # A loss is exactly 0 only with a margin (hinge) that every pair has reached.
-    has_signal = has_spread if samples else metrics.get("train/loss") != 0
+    has_signal = has_spread or not batch.learns_from_rewards if samples else metrics.get("train/loss") != 0
     state = _observe_weights(state, step, metrics, has_signal=has_signal, peak_rate=peak_rate)
     if not samples:
         return state

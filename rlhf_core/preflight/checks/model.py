@@ -4,7 +4,8 @@ import difflib
 import re
 from collections.abc import Collection, Iterator, Mapping
 
-from rlhf_core.preflight.facts import Facts
+from rlhf_core.preflight.facts import Facts, ReferenceFolder
+from rlhf_core.preflight.memory.roles import longest_sequence
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, skipped, warning
 from rlhf_core.preflight.size_estimates import (
     checkpoint_bytes,
@@ -15,7 +16,9 @@ from rlhf_core.preflight.size_estimates import (
     run_files,
     shape_of_model,
 )
+from rlhf_core.run_dir.initial_model import num_heads, unshareable_part
 from rlhf_core.schemas.model import ALL_LINEAR
+from rlhf_core.schemas.scoring_models import PROMOTED
 from rlhf_core.text.formatting import size
 
 
@@ -33,6 +36,61 @@ def folder(facts: Facts) -> Iterator[Finding]:
         )
     else:
         yield passed(f"{found.path}: {size(found.weight_bytes)} of weights")
+
+
+@check("model.reference", trainer="native")
+def reference(facts: Facts) -> Iterator[Finding]:
+    """A reference that is missing, or reads other tokens than the policy, ends every rank when it is loaded."""
+    for setting, found in facts.references.items():
+        yield _reference(facts, setting, found)
+
+
+def _reference(facts: Facts, setting: str, found: ReferenceFolder) -> Finding:
+    place, config = f"{setting} = {found.folder.path}", found.config
+    if found.folder.problem:
+        return blocked(
+            f"{place}: {found.folder.problem}",
+            "a folder with config.json and all safetensors weights",
+            f"train one first, with promote.when, or set {setting} to its folder"
+            if str(found.folder.path).startswith(PROMOTED)
+            else f"correct {setting}; on a cluster it must be on a file system that the nodes see",
+        )
+    if config.get("quantization_config"):
+        return blocked(
+            f"{place}: its weights are quantized",
+            "weights in bfloat16, float16 or float32",
+            f"save a dequantized copy without quantization_config, and set {setting} to it",
+        )
+    tokens, needed = config.get("vocab_size"), facts.model_config.get("vocab_size")
+    if isinstance(tokens, int) and isinstance(needed, int) and tokens < needed:
+        return blocked(
+            f"{place} has embeddings for {tokens} tokens, the policy for {needed}",
+            "an embedding for every token that the policy may sample",
+            f"set {setting} to a model with the tokenizer of the policy",
+        )
+    tokenizer = facts.content.tokenizer if facts.content is not None else None
+    if tokenizer is not None and (difference := tokenizer.references.get(setting)):
+        return blocked(
+            f"{place}: {difference}",
+            "the tokenizer of the policy: the reference judges its tokens",
+            f"set {setting} to a model of the same family, or model.tokenizer to its tokenizer",
+        )
+    heads, shared = num_heads(config), facts.spec.ranks_per_row
+    how = f"{heads} attention heads" if heads is not None and heads % shared else unshareable_part(config)
+    if shared > 1 and how:
+        return blocked(
+            f"{place} has {how}, trainer.sequence_parallel = {shared}",
+            "a reference whose layers the ranks can share by heads, like those of the policy",
+            "set trainer.sequence_parallel=1, or use another reference",
+        )
+    limit, longest = num_positions(config), longest_sequence(facts.spec)
+    if limit is not None and longest > limit:
+        return blocked(
+            f"{place} has positions for {limit} tokens, the longest sequence has {longest}",
+            f"at most {limit} tokens of a prompt with its completion",
+            "lower data.max_prompt_tokens or rollout.max_new_tokens",
+        )
+    return passed(f"{place}: {size(found.folder.weight_bytes)} of weights")
 
 
 @check("model.config", trainer="native")

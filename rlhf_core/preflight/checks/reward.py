@@ -30,7 +30,8 @@ def weights(facts: Facts) -> Iterator[Finding]:
     """If all weights are 0, every reward is 0: hours of sampling in which nothing is learned."""
     reward = facts.spec.reward
     counted = [*(reward.weights or [1.0] * len(reward.functions)), *(model.weight for model in reward.models.values())]
-    if facts.spec.any_loop_samples and not any(counted):
+    learns = any(one.algorithm.samples and not one.algorithm.distils for one in facts.spec.loops.named.values())
+    if learns and not any(counted):
         yield blocked(
             "every weight in reward.weights and reward.models is 0",
             "at least one reward that counts",

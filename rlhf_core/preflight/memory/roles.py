@@ -23,6 +23,7 @@ from rlhf_core.preflight.memory.formulas import (
     weight_bytes,
 )
 from rlhf_core.preflight.memory.shapes import Shape, part_of, trained_shape
+from rlhf_core.schemas.loops import LoopSpec
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.weight_sync import Transport
 
@@ -106,9 +107,20 @@ def trainer_estimate(
         # Of its weights, vLLM receives a bucket at a time, and they are verified in a forward pass.
         live = live_weight_bytes(shape, dtype, zero, lora)
         moments["sample"]["gathered weights"] = min(live, whole) if with_vllm else whole
-    if any(algorithm.reference for algorithm in algorithms):
+    of_references = [
         # With an adapter, the reference is the policy without it, or with a second, frozen one.
-        resident["reference model"] = own_weight_bytes(shape, dtype, zero) if lora is None else adapter
+        adapter
+        if lora is not None and not loop.reference
+        else own_weight_bytes(_reference_of(loop, shape), dtype, zero)
+        for loop in spec.loops.named.values()
+        if loop.algorithm.reference
+    ]
+    if of_references:
+        resident["reference model"] = max(of_references)
+    if shape.reference is not None:
+        # While the activations of the policy are kept.
+        passes = _forward_bytes(shape.reference, dtype, tokens) + live_weight_bytes(shape.reference, dtype, zero)
+        moments["train"]["pass of the reference"] = passes
     if any(algorithm.critic for algorithm in algorithms):
         # As large as the policy, and trained like it.
         resident["critic"] = sum(resident[part] for part in ("weights", "gradients", optimizer))
@@ -119,10 +131,16 @@ def trainer_estimate(
         later = resident["gradients"] + resident[optimizer]
         trained_models = 2 if "critic" in resident else 1
         # On GPUs, models other than the policy are split from main memory, one parameter at a time.
-        loads_beside_it = not on_gpu and ("critic" in resident or (lora is None and "reference model" in resident))
+        has_model_beside = "critic" in resident or ((bool(spec.references) or lora is None) and bool(of_references))
+        loads_beside_it = not on_gpu and has_model_beside
         begun = 0 if loads_beside_it else trained_models * later + resident["reduction buffer"]
         moments["load"] = {"whole weights": max(0, weight_bytes(shape, dtype) - begun)}
     return Estimate(resident, moments)
+
+
+def _reference_of(loop: LoopSpec, shape: Shape) -> Shape:
+    """Shape of a loop's reference model: that of its own folder, as far as it is known, or of the policy."""
+    return shape.reference if loop.reference and shape.reference is not None else shape
 
 
 def weights_to_send_bytes(spec: RunSpec, shape: Shape) -> int:
@@ -223,7 +241,7 @@ def evaluator_estimate(
         **(vllm_resident(spec, shape) if spec.starts_vllm_in_evaluators and samples else {}),
     }
     if main is not None and main.algorithm.reference and (main.algorithm.pairs or main.algorithm.labelled):
-        resident["reference model"] = weights
+        resident["reference model"] = weight_bytes(_reference_of(main, shape), spec.model.dtype)
     if spec.evaluates_with_engines:
         if not spec.resources.gpus_per_node:
             resident["weights to send"] = weights_to_send_bytes(spec, shape)

@@ -40,6 +40,8 @@ class Shape:
     """Tokens that a layer with a sliding window attends to."""
     windowed: int = 0
     """Number of layers with a sliding window."""
+    reference: "Shape | None" = None
+    """The largest reference model with a folder of its own; others have the shape of the policy."""
 
     @property
     def cached(self) -> int:

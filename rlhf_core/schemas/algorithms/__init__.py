@@ -14,6 +14,7 @@ from rlhf_core.schemas.algorithms.base import AlgorithmSpec
 from rlhf_core.schemas.algorithms.policy_gradient import (
     CispoSpec,
     DapoSpec,
+    DistillationSpec,
     DrGrpoSpec,
     GrpoSpec,
     GspoSpec,
@@ -36,6 +37,7 @@ Algorithm = Annotated[
     | ReinforcePlusPlusSpec
     | ReinforcePlusPlusBaselineSpec
     | PpoSpec
+    | DistillationSpec
     | PreferenceAlgorithm,
     Field(discriminator="name"),
 ]

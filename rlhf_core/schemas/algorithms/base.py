@@ -24,6 +24,8 @@ class AlgorithmSpec(Schema):
     """True if the model gets a head with one output and is trained to rank completions (a reward model)."""
     critic: ClassVar[bool] = False
     """True if a value model of the policy's size is trained beside it."""
+    distils: ClassVar[bool] = False
+    """True if the loop learns from its reference, a teacher, and rewards are only measured."""
     penalises_rewards: ClassVar[bool] = False
     """True if the KL penalty is subtracted from the rewards before the advantages; otherwise it is part of the loss."""
     rows_setting: ClassVar[str] = "batch_size"
@@ -34,7 +36,7 @@ class AlgorithmSpec(Schema):
 
     @property
     def reference(self) -> bool:
-        """True if the loop needs a frozen copy of its initial policy."""
+        """True if the loop needs a reference model: a frozen copy of its initial policy, or ``LoopSpec.reference``."""
         return False
 
     @property

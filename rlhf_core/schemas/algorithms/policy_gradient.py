@@ -253,3 +253,19 @@ class PpoSpec(PolicyGradientSpec):
     def steps_before_policy(self) -> int:
         """Steps in which the value model learns alone."""
         return self.critic_warmup_steps
+
+
+class DistillationSpec(PolicyGradientSpec):
+    """On-policy distillation (Agarwal et al. 2024, arXiv 2306.13649), with the sampled tokens alone."""
+
+    distils: ClassVar[bool] = True
+    penalises_rewards: ClassVar[bool] = True
+
+    name: Literal["distillation"]
+    """On-policy distillation: a teacher (`reference` of the loop) judges every token that the policy samples."""
+    kl_coefficient: PositiveFloat = 1.0
+    """Weight of the divergence from the teacher, from which alone the policy learns; rewards are only measured."""
+    kl_estimator: Literal["k1"] = "k1"
+    """Estimator of that divergence: its expected gradient is that of the KL itself."""
+    discount: UnitInterval = 0.0
+    """Discount of the divergence at later tokens (gamma); with 0, each token answers for itself."""

@@ -37,7 +37,7 @@ class Progress(Schema):
     rows: Label = ""
     """Digest of the training rows; empty in checkpoints of earlier versions."""
     reference: Label = ""
-    """Fingerprint of the initial weights, if they are read as a loop's reference at every start; else empty."""
+    """Fingerprints of the weights outside of the run's checkpoints that loops read as references; empty without any."""
     health: HealthState = HealthState()
     """State of the health judge."""
     reward_models: dict[str, ScoringModelState] = Field(default_factory=dict)

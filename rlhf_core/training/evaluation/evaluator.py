@@ -97,7 +97,7 @@ class Evaluator:
         Args:
             checkpoint_step: optimizer steps that the weights have seen.
             beat: called before sampling, after every generated token position and around the scorer.
-            reference: reference of the main loop; None if ``model`` is unchanged since the loop began.
+            reference: reference of the main loop; None if it is ``model`` itself.
 
         Raises:
             BadConfig: a token of the held-out rows has no embedding.

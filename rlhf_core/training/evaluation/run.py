@@ -95,7 +95,8 @@ def _reference(context: WorkerContext, ranks: Ranks) -> PreTrainedModel | None:
     if not spec.ranks_held_out or not spec.main_loop.algorithm.reference:
         return None
     initial = initial_folder(spec, context.run_dir)
-    folder = reference_folder(context, ranks, spec.warm_start_steps, initial)
+    named = spec.main_loop.reference
+    folder = Path(named) if named else reference_folder(context, ranks, spec.warm_start_steps, initial)
     beat = functools.partial(context.reporter.beat, Phase.SETUP, spec.total_steps)
     model = load_causal_lm(folder, spec.model.dtype, initial, beat)
     move(model, ranks.device, beat)

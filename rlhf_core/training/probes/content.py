@@ -25,7 +25,7 @@ from rlhf_core.training.data.chat import render_rows, template_arguments, turn_e
 from rlhf_core.training.data.generated_rows import Split
 from rlhf_core.training.data.loading import completion_lengths, completions_of, load_source, prompt_tokens
 from rlhf_core.training.probes.reward_functions import set_limit, try_rewards
-from rlhf_core.training.probes.tokenizer import CoreTokenizer, built_tokenizer, check_tokenizer
+from rlhf_core.training.probes.tokenizer import CoreTokenizer, built_tokenizer, check_tokenizer, difference_of_reference
 from rlhf_core.training.probes.turns import template_problem, try_turns
 from rlhf_core.training.types import Row
 
@@ -208,9 +208,18 @@ def _tokenizer(
     except RlhfError as error:
         return None, TokenizerReport(problem=" ".join(str(error).split()))
     report = check_tokenizer(tokenizer, [text for row in every for text in _texts(row)])
+    of_references = {
+        setting: difference
+        for setting, path in spec.references.items()
+        if (
+            difference := difference_of_reference(
+                Path(path), tokenizer, [text for row in every for text in _texts(row)]
+            )
+        )
+    }
     # A text with special tokens of its own has been written in the form of a template.
     is_bare = any(row.chat is None and not any(token in row.prompt for token in special) for row in every)
-    report = report.model_copy(update={"is_bypassed": is_for_chat and is_bare})
+    report = report.model_copy(update={"is_bypassed": is_for_chat and is_bare, "references": of_references})
     if tokenizer.chat_template and not report.chat_problem and any(row.chat is not None for row in every):
         end = turn_end(tokenizer, template_arguments(spec.data.template_args))
         turn_ends = "" if end is None else str(tokenizer.convert_ids_to_tokens(end))

@@ -2,8 +2,10 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf_core.errors import BadConfig
 from rlhf_core.schemas.content import TokenizerReport
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.survival import Survived
@@ -90,6 +92,33 @@ def check_tokenizer(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) 
         unknown_share=num_unknown / max(num_tokens, 1),
         chat_problem=_chat_problem(tokenizer),
     )
+
+
+def difference_of_reference(
+    folder: Path, tokenizer: "CoreTokenizer | PreTrainedTokenizerBase", texts: Sequence[str]
+) -> str:
+    """The first difference between a tokenizer and that of a reference model; empty if there is none.
+
+    A folder without a tokenizer has none to compare with.
+    """
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        return ""
+    from rlhf_core.training.data.tokenizers import load_tokenizer
+
+    try:
+        other = load_tokenizer(folder)
+    except BadConfig as error:
+        return " ".join(str(error).split())
+    if other.eos_token_id != tokenizer.eos_token_id:
+        return f"its end token is {other.eos_token_id}, that of the policy {tokenizer.eos_token_id}"
+    for text in dict.fromkeys(texts):
+        own, others = (one.encode(text, add_special_tokens=False) for one in (tokenizer, other))
+        if own != others:
+            at = next(
+                (i for i, (a, b) in enumerate(zip(own, others, strict=False)) if a != b), min(len(own), len(others))
+            )
+            return f"its tokenizer encodes {text[:60]!r} in another way than that of the policy, from token {at + 1} on"
+    return ""
 
 
 def _difference(text: str, back: str, around: int = 20) -> str:

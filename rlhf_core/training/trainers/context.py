@@ -405,5 +405,6 @@ def _characters(row: Row) -> int:
 def _judge(context: WorkerContext, ranks: Ranks, progress: Progress | None) -> Judge:
     # A sampling warm start is judged as if its steps were as large as those of the main loop.
     main = context.spec.main_loop.algorithm
-    batch = Batch(main.rows_per_step, main.group, tuple(ranks.gather(context.node)))
+    nodes = tuple(ranks.gather(context.node))
+    batch = Batch(main.rows_per_step, main.group, nodes, learns_from_rewards=not main.distils)
     return Judge(context.spec.health, batch, progress.health if progress else None)

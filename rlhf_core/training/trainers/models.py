@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf_core.errors import BadConfig
 from rlhf_core.run_dir.checkpoint import CheckpointDir
 from rlhf_core.schemas.algorithms.policy_gradient import PpoSpec
 from rlhf_core.schemas.model import LoraSpec
@@ -14,7 +16,7 @@ from rlhf_core.training.checkpoints.state import TrainerState
 from rlhf_core.training.data.examples import Scorer
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.models.adapters import AdapterReference, add_adapter, has_adapter, is_adapter, load_adapter
-from rlhf_core.training.models.causal_lm import PolicyModel, load_causal_lm
+from rlhf_core.training.models.causal_lm import PolicyModel, dropout_free_config, load_causal_lm
 from rlhf_core.training.models.lean_layers import use_gradient_checkpointing
 from rlhf_core.training.models.loaded_weights import move
 from rlhf_core.training.models.reward_model import RewardModel, load_reward_model
@@ -79,20 +81,36 @@ class RunModels:
 
     def adapter_reference(self, loop: Loop, policy: PolicyModel | RewardModel) -> Scorer | None:
         """The reference within a policy that has an adapter, if the algorithm needs one; before the policy's engine."""
-        if not loop.algorithm.reference or not has_adapter(policy.pretrained):
+        if not loop.algorithm.reference or loop.spec.reference or not has_adapter(policy.pretrained):
             return None
         source = self.before(loop)
         return AdapterReference(policy, policy.pretrained, source if is_adapter(source) else None)
 
     def reference(self, loop: Loop) -> Scorer | None:
-        """The policy as it was at the start of the loop, as a model of its own, if the algorithm needs it."""
+        """The reference as a model of its own, if the algorithm needs one: ``LoopSpec.reference``, or the policy as it
+        was at the start of the loop.
+
+        Raises:
+            BadConfig: that model has fewer tokens than the policy.
+        """
         if not loop.algorithm.reference:
             return None
-        model = self._causal_lm(self.before(loop))
+        folder = Path(loop.spec.reference) if loop.spec.reference else self.before(loop)
+        model = self._causal_lm(folder)
+        self._require_vocabulary(model, folder)
         reference = PolicyModel(model, tried=False, sequence=self._ranks.sequence).requires_grad_(False).eval()
         split_frozen(reference, self._spec.model.dtype, self._ranks, self._spec.native_trainer, self.beat)
         reference.try_passes()
         return reference
+
+    def held_out_reference(self) -> PreTrainedModel | None:
+        """The reference that held-out rows are compared with before the main loop; None if it is the policy itself."""
+        folder = self._spec.main_loop.reference
+        if not folder or not self._spec.ranks_held_out:
+            return None
+        model = load_causal_lm(Path(folder), self._spec.model.dtype, beat=self.beat)
+        move(model, self._ranks.device, self.beat)
+        return model
 
     def critic(self, loop: Loop, state: TrainerState | None) -> Critic | None:
         """Load the value model from the checkpoint, or build it from the policy's weights at the beginning of the loop.
@@ -121,6 +139,17 @@ class RunModels:
         model = load_causal_lm(folder, self._spec.model.dtype, base, self.beat)
         self._place(model)
         return model
+
+    def _require_vocabulary(self, model: PreTrainedModel, folder: Path) -> None:
+        """Refuse a reference without an embedding for every token that the policy may sample."""
+        policy: Any = dropout_free_config(self._initial).get_text_config()
+        embeddings: Any = model.get_input_embeddings()
+        size, needed = embeddings.weight.shape[0], policy.vocab_size
+        if size < needed:
+            raise BadConfig(
+                f"the reference {folder} has embeddings for {size} tokens, but the policy may sample {needed}; "
+                "expected a model with the tokenizer of the policy and at least as many embeddings"
+            )
 
     def _place(self, model: nn.Module) -> None:
         if self._spec.native_trainer.zero_stage < 3:

@@ -40,7 +40,7 @@ def train(
     """Run the remaining steps of ``loop``.
 
     Args:
-        reference: the policy as it was at the start of the loop, if the algorithm needs it.
+        reference: the reference model of the loop, if the algorithm needs one.
 
     Returns:
         Whether the loop stopped early because an agent requested it.

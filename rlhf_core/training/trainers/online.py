@@ -40,7 +40,7 @@ def train(
     """Run the remaining steps of ``loop``.
 
     Args:
-        reference: the policy as it was at the start of the loop, if the algorithm needs it.
+        reference: the reference model of the loop, if the algorithm needs one.
         critic: the value model, if the algorithm needs it.
         in_flight: completions already sampled for the first of these steps, from each rank that saved the checkpoint.
 

@@ -94,8 +94,9 @@ def _train_run(context: WorkerContext, ranks: Ranks, scorer: RewardScorer, pool:
     reference = _reference_fingerprint(spec, ranks, initial)
     if checkpoint and state and reference and state.progress.reference not in ("", reference):
         raise ResumeMismatch(
-            f"{initial} holds other weights than those that {checkpoint.root.name} was trained from, so training would "
-            "continue with another reference. Restore them, or start a new run"
+            f"{' and '.join(map(str, _reference_folders(spec, initial)))} hold other weights than when "
+            f"{checkpoint.root.name} was written, so training would continue with another reference. Restore them, or "
+            "start a new run"
         )
     step = state.progress.step if state else 0
     beat = functools.partial(context.reporter.beat, Phase.SETUP, step)
@@ -215,7 +216,9 @@ def _evaluate_before(models: RunModels, training: TrainingContext, model: PreTra
         return
     move(model, ranks.device, training.beating(Phase.SETUP))
     with kept_random_state(ranks.device):
-        reports = training.evaluator.run(model, "before", step, training.beating(Phase.EVALUATE))
+        reports = training.evaluator.run(
+            model, "before", step, training.beating(Phase.EVALUATE), models.held_out_reference()
+        )
     write_reports(context.run_dir, reports, ranks)
 
 
@@ -244,12 +247,18 @@ def _initial_model(context: WorkerContext, ranks: Ranks, rows: list[Row]) -> Pat
 
 
 def _reference_fingerprint(spec: RunSpec, ranks: Ranks, initial: Path) -> str:
-    """Fingerprint of the initial weights, if a loop reads them as its reference; else empty. Collective.
+    """Fingerprint of the weights outside of the checkpoints that loops read as references; else empty. Collective."""
+    return ranks.on_first(lambda: " ".join(map(base_fingerprint, _reference_folders(spec, initial))))
+
+
+def _reference_folders(spec: RunSpec, initial: Path) -> list[Path]:
+    """Folders of references that are no checkpoints of the run: those that the config names, and the initial model.
 
     The base model of an adapter is compared with the adapter's record instead.
     """
-    is_read = spec.model.lora is None and any(loop.algorithm.reference and loop.first_step == 1 for loop in loops(spec))
-    return ranks.on_first(lambda: base_fingerprint(initial) if is_read else "")
+    unnamed = [loop for loop in loops(spec) if loop.algorithm.reference and not loop.spec.reference]
+    is_read = spec.model.lora is None and any(loop.first_step == 1 for loop in unnamed)
+    return [*([initial] if is_read else []), *map(Path, spec.references.values())]
 
 
 def _resume_point(context: WorkerContext, ranks: Ranks, initial: Path) -> CheckpointDir | None:

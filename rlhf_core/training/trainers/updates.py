@@ -61,7 +61,7 @@ class PolicyUpdates:
         """Distribute the completions over the updates.
 
         Args:
-            reference: the policy as it was at the start of the loop, if the algorithm needs it.
+            reference: the reference model of the loop, if the algorithm needs one.
             critic: the value model, if the algorithm needs it.
         """
         self.totals = Totals()

@@ -132,6 +132,7 @@ def content(run_dir: RunDir, attempt: int, spec: RunSpec) -> dict[str, str]:
         "model.path": _path(spec.model.path),
         "model.tokenizer": None if spec.model.tokenizer in BUILT_TOKENIZERS else _path(spec.model.tokenizer),
         **{f"reward.models.{name}": Path(one.path) for name, one in spec.scoring_models.items()},
+        **{setting: Path(path) for setting, path in spec.references.items()},
     }
     return {name: fingerprint_or_problem(path) for name, path in sources.items() if path is not None}
 
