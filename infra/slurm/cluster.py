@@ -95,7 +95,8 @@ UnkillableStepTimeout=180
 CompleteWait=0
 InactiveLimit=0
 Waittime=0
-MinJobAge=300
+# The fault campaign counts the jobs of a run that may take longer than Slurm's default of 300 s.
+MinJobAge=7200
 # Ids that no earlier cluster has given: whoever remembers a job must not take another one for it.
 FirstJobId={first_job}
 GresTypes=gpu

@@ -9,6 +9,7 @@ from control_fakes import make_run, make_spec
 
 from rlhf_core.diagnosis.nodes.checks import Plan, compare
 from rlhf_core.files import fingerprints
+from rlhf_core.schemas.changes import with_changes
 from rlhf_core.schemas.checks import CheckStatus
 from rlhf_core.worker.nodes import facts as node_facts
 from rlhf_core.worker.nodes.membership import Nodes
@@ -27,6 +28,23 @@ def test_a_healthy_node_has_no_findings(tmp_path: Path, monkeypatch: pytest.Monk
     assert {"config (spec.json)", "rlhf_core", "user code"} <= facts.content.keys()
     blocked = [one for one in compare({0: facts}, {}, Plan(("n1",), 2)) if one.status is not CheckStatus.PASSED]
     assert blocked == []
+
+
+def test_models_beside_the_policy_are_compared(tmp_path: Path) -> None:
+    """Nodes with other weights of a teacher or a reward model would train towards something else."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    main = {"num_steps": 1, "algorithm": {"name": "distillation"}, "optimizer": {"learning_rate": 1e-4}}
+    spec = make_spec(reward={"models": {"judge": {"path": str(folder)}}})
+    spec = with_changes(spec, {"loops.main": {**main, "reference": str(folder)}})
+
+    def found() -> list[str]:
+        content = node_facts.content(make_run(tmp_path / "runs"), 1, spec)
+        return [content["loops.main.reference"], content["reward.models.judge"]]
+
+    before = found()
+    (folder / "model.safetensors").write_bytes(b"other weights")
+    assert all(old != new for old, new in zip(before, found(), strict=True))
 
 
 @pytest.mark.parametrize("size", [10, 1000], ids=["whole", "in pieces"])
