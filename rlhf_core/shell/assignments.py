@@ -25,13 +25,15 @@ class Assignments:
     exported: set[str] = field(default_factory=set, init=False)
     blocks: list[Block] = field(default_factory=list, init=False)
     chain: CommandList = field(default_factory=CommandList, init=False)
+    has_ended: bool = field(default=False, init=False)
+    """True after an ``exit`` that every run of the script comes to."""
     line: int = field(default=0, init=False)
     """Line of the call, while a function of another file, or a text, is followed."""
 
     @property
     def state(self) -> Outcome:
         """True if a command here runs for sure, False if never, None if only a shell would know."""
-        found: Outcome = self.chain.guard
+        found: Outcome = False if self.has_ended else self.chain.guard
         for block in self.blocks:
             found = both(found, both(block.outer, block.runs))
         return found

@@ -40,6 +40,8 @@ class ScriptFollower(Assignments):
     nested: int = 0
     steps: int = 0
     texts: int = 0
+    subshells: tuple[int, ...] = ()
+    """Subshells that are open, each by the number of commands before it."""
     piped: ShellToken | None = None
     """Here-document that goes to the next command through a pipe."""
 
@@ -60,6 +62,7 @@ class ScriptFollower(Assignments):
     def _run(self, tokens: Sequence[ShellToken]) -> None:
         at, words = 0, list[ShellToken]()
         redirected, target, here = False, ShellToken(0), None
+        is_after_group = False
         while at < len(tokens):
             token = tokens[at]
             at += 1
@@ -94,17 +97,23 @@ class ScriptFollower(Assignments):
             elif token.operator == "(" and words and tokens[at : at + 1] and tokens[at].operator == ")":
                 at = self._define(words[-1].plain, tokens, at + 1)
                 words = []
+            elif token.operator == "(" and all(word.plain in PREFIXES | OPENING for word in words):
+                self._command(words, "", tokens)
+                end = end_of_group(tokens, at - 1) or len(tokens)
+                self._subshell(tokens[at:end])
+                at, words, is_after_group = end + 1, [], True
             elif token.operator:
                 if here is not None:
                     self._here_document(words, here, target, token.operator)
                 jump = self._command(words, token.operator, tokens)
-                if words or token.operator != "\n":  # a command may go on in the line after || or &&
+                if words or is_after_group or token.operator != "\n":  # a command may go on in the line after || or &&
                     self.chain.end(token.operator)
                 at = jump if jump is not None else at
                 if token.operator == ";;" and self.blocks and self.blocks[-1].kind == "case":
                     self.leave_part(self.blocks[-1])
                     self.blocks[-1].at_pattern = True
                 words, redirected, target, here = [], False, ShellToken(0), None
+                is_after_group = False
         self._command(words, "", tokens)
 
     def _is_at_pattern(self) -> bool:
@@ -125,6 +134,15 @@ class ScriptFollower(Assignments):
             return at
         self.functions[name] = tokens[at + 1 : end]
         return end + 1
+
+    def _subshell(self, tokens: Sequence[ShellToken]) -> None:
+        """Follow ``( ... )``, whose variables and folder end with it."""
+        if self.state is not False:
+            known, exported, outer = self.variables.known, self.exported, self.subshells
+            self.variables.known, self.exported, self.subshells = {**known}, {*exported}, (*outer, len(self.commands))
+            self._within(tokens, None)
+            self.variables.known, self.exported, self.subshells = known, exported, outer
+        self.chain.done(None, likely=True)
 
     def _command(self, words: Sequence[ShellToken], end: str, all_tokens: Sequence[ShellToken]) -> int | None:
         """Process the words between two separators; return the index to go on at, if a loop begins again."""
@@ -245,6 +263,8 @@ class ScriptFollower(Assignments):
             block.is_left = True
             if self.state is True:
                 block.runs = False
+        # Any other exit may be the answer to arguments that are not known here.
+        self.has_ended |= name == "exit" and not self.blocks and not self.chain.joint
 
     def _arguments(self, tokens: list[ShellToken]) -> None:
         words = [word for token in tokens[1:] for word in self.variables.words(token.pieces)]
@@ -288,6 +308,7 @@ class ScriptFollower(Assignments):
                 unread=tuple(dict.fromkeys(name for value in [*words, *variables.values()] for name in value.unread)),
                 is_known=not any(word.unread for word in words),
                 folder=self.folder(),
+                subshells=self.subshells,
             )
         )
 

@@ -44,6 +44,8 @@ class ShellCommand:
     """True if none of them is in its words."""
     folder: str
     """Folder that it starts in; empty if it is unknown."""
+    subshells: tuple[int, ...] = ()
+    """Subshells around it, from the outermost; what it sets up ends with them."""
 
 
 def split(value: ShellValue) -> list[str]:

@@ -100,6 +100,20 @@ x "$1" $#
 shift 5
 x $#
 """
+SUBSHELLS = """
+A=1 B=b
+export A
+(A=2; x $A; B+=c; x $B) && x in $A
+( A=3
+  ( A=4; x $A ); x $A
+) 2> /dev/null
+[ $A = 1 ] && (x yes $A)
+x then $A $B
+[ $A = 2 ] && ( x never ) || ( x other )
+if [ $B = b ]; then ( B=; x "$B" ); fi; x $B
+exit 0
+x never
+"""
 
 
 def words_of_bash(text: str, arguments: list[str]) -> list[list[str]]:
@@ -115,7 +129,7 @@ def words_of_bash(text: str, arguments: list[str]) -> list[list[str]]:
     return calls
 
 
-@pytest.mark.parametrize("text", [ARRAYS, OPTIONS, FUNCTIONS, CONDITIONS, WORDS])
+@pytest.mark.parametrize("text", [ARRAYS, OPTIONS, FUNCTIONS, CONDITIONS, WORDS, SUBSHELLS])
 @pytest.mark.parametrize("arguments", [[], ["--lr", "2", "--seed=5", "-m", "large", "--x", "y z"], ["a"]])
 def test_the_words_are_those_of_bash(text: str, arguments: list[str]) -> None:
     found = read_shell(text, arguments=arguments).commands
@@ -125,8 +139,8 @@ def test_the_words_are_those_of_bash(text: str, arguments: list[str]) -> None:
 
 
 def test_the_comparison_with_bash_has_calls_to_compare() -> None:
-    assert [len(words_of_bash(text, ["a"])) for text in (ARRAYS, OPTIONS, FUNCTIONS, CONDITIONS, WORDS)] == [
-        2, 1, 3, 13, 8,
+    assert [len(words_of_bash(text, ["a"])) for text in (ARRAYS, OPTIONS, FUNCTIONS, CONDITIONS, WORDS, SUBSHELLS)] == [
+        2, 1, 3, 13, 8, 10,
     ]  # fmt: skip
 
 
@@ -225,6 +239,20 @@ def test_a_file_that_the_script_writes() -> None:
     script = read_shell("N=2\ncat > run.sh <<EOF\nx $N\nEOF\ncat <<'EOF' > raw.sh\nx $N\nEOF\ny")
     assert script.files == {"run.sh": "x 2\n", "raw.sh": "x $N\n"}
     assert script.unread == ("file run.sh, written in line 2", "file raw.sh, written in line 5")
+
+
+def test_a_subshell_changes_no_folder_of_the_script() -> None:
+    text = "(cd other && x in) || x failed\nx out\n(x in\ncd other\nx there)\nx out"
+    found = read_shell(text, {"PWD": "/p"}).commands
+    folders = [(command.argv[1], command.folder) for command in found if command.argv[0] == "x"]
+    assert folders == [
+        ("in", "/p/other"), ("failed", "/p"), ("out", "/p"), ("in", "/p"), ("there", "/p/other"), ("out", "/p"),
+    ]  # fmt: skip
+
+
+def test_an_exit_for_missing_arguments_does_not_hide_the_rest() -> None:
+    script = read_shell('usage() { exit 1; }\n[ -n "$1" ] || exit 1\n[ $# -gt 0 ] || usage\nx $1', arguments=[])
+    assert [command.argv[0] for command in script.commands] == ["x"]
 
 
 def test_arguments_that_are_not_given_are_named() -> None:

@@ -212,6 +212,25 @@ def test_an_environment_is_found_although_other_variables_are_unknown() -> None:
     assert (trainer["environment"], trainer["working_dir"]) == ("/home/u/venv", "/home/u/work")
 
 
+def test_preparations_in_a_subshell_end_with_it() -> None:
+    before = "export M=a\n(cd tools && source venv/bin/activate && module load gcc && M=b pip install -e .)\n"
+    found = script(f"{before}cd work\ntorchrun t.py --max_steps 9 --model $M")
+    trainer = config(found)["trainer"]
+    assert trainer["working_dir"] == "/home/u/work"
+    assert "environment" not in trainer
+    assert "setup" not in trainer
+    assert found.argv[-1] == "a"
+    inside = script(f"(cd tools; (cd other; make)\nmodule load gcc; {TRAIN}\n)")
+    assert config(inside)["trainer"]["working_dir"] == "/home/u/tools"
+    assert config(inside)["trainer"]["setup"] == ["module load gcc"]
+
+
+def test_a_line_after_the_end_of_a_script_is_not_chosen() -> None:
+    found = script(f"{TRAIN}\nexit 0\ntorchrun old.py --max_steps 9")
+    assert "train.py" in found.argv
+    assert "several lines train" not in unread(found)
+
+
 def test_the_hook_of_conda_is_kept() -> None:
     found = script('eval "$(conda shell.bash hook)"\nconda activate llm\ntorchrun t.py --max_steps 9')
     assert config(found)["trainer"]["setup"] == ['eval "$(conda shell.bash hook)"', "conda activate llm"]

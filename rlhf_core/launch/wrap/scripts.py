@@ -129,7 +129,8 @@ def read_script(text: str, place: ScriptPlace) -> ScriptFacts:
     for command in script.commands:
         if chosen and command is chosen[-1]:
             break
-        _prepare(facts, command)
+        if not chosen or chosen[-1].subshells[: len(command.subshells)] == command.subshells:
+            _prepare(facts, command)
     _report_others(facts, script, chosen, f" of {place.name}" if place.name else "")
     if chosen:
         _choose(facts, chosen[-1], place)
