@@ -115,7 +115,12 @@ def num_parameters(facts: Facts) -> int | None:
     if unknown."""
     folder, config = facts.model_folder, facts.model_config
     if folder is not None and folder.weight_bytes:
-        return stored_parameters(config, folder.weight_bytes)
+        stored = stored_parameters(config, folder.weight_bytes)
+        vocabulary, hidden = config.get("vocab_size"), config.get("hidden_size")
+        if stored and isinstance(vocabulary, int) and isinstance(hidden, int) and _is_tied(config):
+            # Some files, such as those of Qwen3-0.6B, have a copy of the embedding as output layer.
+            stored -= vocabulary * hidden * ("lm_head" in folder.matrices)
+        return stored
     return decoder_parameters({"vocab_size": _vocabulary_size(facts.spec), **config})
 
 
@@ -158,6 +163,10 @@ def decoder_parameters(config: Mapping[str, Any]) -> int | None:
         return None
     attention = 2 * hidden * num_heads * head_dim + 2 * hidden * kv_heads * head_dim
     per_layer = attention + 3 * hidden * feed_forward + 2 * hidden
-    is_tied = config.get("tie_word_embeddings", str(config.get("model_type", "")).startswith(_TIED_FAMILIES))
-    embeddings = vocabulary * hidden * (1 if is_tied else 2)
+    embeddings = vocabulary * hidden * (1 if _is_tied(config) else 2)
     return layers * per_layer + embeddings + hidden
+
+
+def _is_tied(config: Mapping[str, Any]) -> bool:
+    """True if the output layer is the embedding."""
+    return bool(config.get("tie_word_embeddings", str(config.get("model_type", "")).startswith(_TIED_FAMILIES)))

@@ -35,7 +35,12 @@ from rlhf_core.preflight.memory.roles import (
     with_reward_models,
 )
 from rlhf_core.preflight.memory.shapes import Shape, part_of, shape_of, trained_shape
-from rlhf_core.preflight.size_estimates import checkpoint_bytes, decoder_parameters, shape_of_model
+from rlhf_core.preflight.size_estimates import (
+    checkpoint_bytes,
+    decoder_parameters,
+    num_parameters,
+    shape_of_model,
+)
 from rlhf_core.preflight.step_time import step_time
 from rlhf_core.schemas.changes import with_changes
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
@@ -132,6 +137,18 @@ def test_a_cache_is_as_large_as_published() -> None:
     """Qwen3-8B: 144 KiB per token in 16 bit."""
     one = cache_bytes(shape(), "bfloat16", 1, 1)
     assert one * 36 // 37 == 144 * 1024, "except for the layer that is copied while it grows"
+
+
+def test_a_stored_copy_of_the_embedding_is_not_counted() -> None:
+    """The file of Qwen3-0.6B has 751,632,384 weights in 16 bit, of a model of 596,049,920: transformers ties the output
+    layer to the embedding."""
+    config = {"vocab_size": 151936, "hidden_size": 1024, "dtype": "bfloat16", "tie_word_embeddings": True}
+    folder = ModelFolder(Path("/m"), weight_bytes=2 * 751_632_384, matrices=frozenset({"q_proj", "lm_head"}))
+    facts = replace(healthy(), model_config=config, model_folder=folder)
+    assert num_parameters(facts) == 596_049_920
+    untied = replace(facts, model_config={**config, "tie_word_embeddings": False})
+    assert num_parameters(untied) == 751_632_384
+    assert num_parameters(replace(facts, model_folder=replace(folder, matrices=frozenset({"q_proj"})))) == 751_632_384
 
 
 def test_multi_head_latent_attention_caches_its_latent_alone() -> None:
