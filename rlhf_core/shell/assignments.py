@@ -25,6 +25,8 @@ class Assignments:
     exported: set[str] = field(default_factory=set, init=False)
     blocks: list[Block] = field(default_factory=list, init=False)
     chain: CommandList = field(default_factory=CommandList, init=False)
+    hidden: dict[str, ShellValue | None] = field(default_factory=dict, init=False)
+    """Values that the local variables of the function that is followed have outside of it; None for unknown ones."""
     has_ended: bool = field(default=False, init=False)
     """True after an ``exit`` that every run of the script comes to."""
     line: int = field(default=0, init=False)
@@ -103,9 +105,11 @@ class Assignments:
         is_array = any(re.fullmatch(r"-\w*a\w*", token.plain) for token in tokens)
         for token in tokens[1:]:
             found = self.assignment(token)
+            name = found[0] if found else token.plain
+            if tokens[0].plain == "local" and NAME.fullmatch(name):
+                self.hidden.setdefault(name, self.variables.known.get(name))
             if found:
                 self.assign(found[0], found[1], token.line, adds=found[2])
-            name = found[0] if found else token.plain
             if is_array and not found and NAME.fullmatch(name):
                 self.assign(name, ShellValue("", items=()), token.line)
             if exports and NAME.fullmatch(name) and len(self.exported) < _MAX_EXPORTED:

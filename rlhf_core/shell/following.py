@@ -336,18 +336,22 @@ class ScriptFollower(Assignments):
         if self.nested >= _MAX_NESTED or self.steps > _MAX_STEPS:
             return
         before, chain, blocks = self.variables.arguments, self.chain, self.blocks
-        in_function = self.variables.in_function
+        in_function, hidden = self.variables.in_function, self.hidden
         inner = Block("function", self.state, 0)
         self.blocks = [inner]
         self.chain = CommandList()
         self.nested += 1
         if arguments is not None:
             self.variables.set_arguments(arguments)
-            self.variables.in_function = True
+            self.variables.in_function, self.hidden = True, {}
         self._run(tokens)
         if arguments is not None:
+            for name, value in self.hidden.items():
+                inner.assigned.pop(name, None)
+                self.variables.known.pop(name, None)
+                self.variables.known |= {} if value is None else {name: value}
             self.variables.set_arguments(before)
-            self.variables.in_function = in_function
+            self.variables.in_function, self.hidden = in_function, hidden
         self.nested -= 1
         self.blocks, self.chain = blocks, chain
         outer = doubtful(blocks)

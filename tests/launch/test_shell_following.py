@@ -100,6 +100,19 @@ x "$1" $#
 shift 5
 x $#
 """
+LOCALS = """
+PORT=1 KIND=k
+f() {
+  local PORT=2 KIND
+  KIND=$1
+  [ -n "$KIND" ] && local MORE=3
+  declare -g SHARED=4
+  if [ "$1" = deep ]; then f deeper; fi
+  x $PORT $KIND
+}
+f deep
+x $PORT $KIND $SHARED
+"""
 SUBSHELLS = """
 A=1 B=b
 export A
@@ -114,6 +127,7 @@ if [ $B = b ]; then ( B=; x "$B" ); fi; x $B
 exit 0
 x never
 """
+COMPARED = (ARRAYS, OPTIONS, FUNCTIONS, CONDITIONS, WORDS, LOCALS, SUBSHELLS)
 
 
 def words_of_bash(text: str, arguments: list[str]) -> list[list[str]]:
@@ -129,7 +143,7 @@ def words_of_bash(text: str, arguments: list[str]) -> list[list[str]]:
     return calls
 
 
-@pytest.mark.parametrize("text", [ARRAYS, OPTIONS, FUNCTIONS, CONDITIONS, WORDS, SUBSHELLS])
+@pytest.mark.parametrize("text", COMPARED)
 @pytest.mark.parametrize("arguments", [[], ["--lr", "2", "--seed=5", "-m", "large", "--x", "y z"], ["a"]])
 def test_the_words_are_those_of_bash(text: str, arguments: list[str]) -> None:
     found = read_shell(text, arguments=arguments).commands
@@ -139,9 +153,7 @@ def test_the_words_are_those_of_bash(text: str, arguments: list[str]) -> None:
 
 
 def test_the_comparison_with_bash_has_calls_to_compare() -> None:
-    assert [len(words_of_bash(text, ["a"])) for text in (ARRAYS, OPTIONS, FUNCTIONS, CONDITIONS, WORDS, SUBSHELLS)] == [
-        2, 1, 3, 13, 8, 10,
-    ]  # fmt: skip
+    assert [len(words_of_bash(text, ["a"])) for text in COMPARED] == [2, 1, 3, 13, 8, 3, 10]
 
 
 @pytest.mark.parametrize(
