@@ -71,9 +71,7 @@ def load_rows(spec: RunSpec, split: Split) -> list[Row]:
     return load_data(spec, split)[0]
 
 
-def load_data(
-    spec: RunSpec, split: Split, limit: int | None = None, beat: Callable[[], None] = lambda: None
-) -> tuple[list[Row], DataReport]:
+def load_data(spec: RunSpec, split: Split, beat: Callable[[], None] = lambda: None) -> tuple[list[Row], DataReport]:
     """Read a split and fill its templates. The same on every rank: order and identities depend on the data alone.
 
     In templates, ``{prompt}``, ``{answer}``, ``{chosen}`` and ``{rejected}`` are the columns named by
@@ -81,7 +79,6 @@ def load_data(
     with ``str``, except objects; a prompt that is a list of messages makes the row a conversation (``chat.py``).
 
     Args:
-        limit: read no more rows of a source than this; None for all.
         beat: called every ``AT_ONCE`` rows.
 
     Raises:
@@ -93,7 +90,7 @@ def load_data(
     if not sources:
         raise BadData("no held-out data: set eval in a table [data.sources.NAME]")
     seen: Counter[str] = Counter()
-    loaded = {name: _load_source(spec, split, name, seen, limit, beat) for name in sources}
+    loaded = {name: _load_source(spec, split, name, seen, None, beat) for name in sources}
     reports = [report for _, report in loaded.values()]
     first = next((report.first_problem for report in reports if report.first_problem), "")
     report = DataReport(
@@ -106,7 +103,7 @@ def load_data(
 
 
 def load_source(spec: RunSpec, split: Split, name: str, limit: int | None = None) -> list[Row]:
-    """Rows of a single source; see :func:`load_data`."""
+    """Rows of a single source, at most ``limit``; see :func:`load_data`."""
     return _load_source(spec, split, name, Counter(), limit, lambda: None)[0]
 
 
