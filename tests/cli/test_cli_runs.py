@@ -889,3 +889,9 @@ def test_watching_in_lines_prints_each_entry_once(with_logs: RunDir) -> None:
     assert lines(one) == [*watching.timeline_lines(one), watching.headline(view)]
     assert lines(both) == watching.timeline_lines(both)[1:]
     assert lines(both) == []
+
+
+def test_requests_are_not_filtered_like_runs(rlhf: Rlhf) -> None:
+    answer = rlhf("runs", "--queued", "--owner", "ada", code=2)
+    assert "expected --queued alone" in " ".join(answer.stderr.split())
+    assert answer.stdout == ""

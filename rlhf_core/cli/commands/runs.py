@@ -18,6 +18,7 @@ from rlhf_core.cli.commands.history import (
     state_text,
     undriven_text,
 )
+from rlhf_core.errors import BadInput
 from rlhf_core.schemas.attempts import RunState
 
 if TYPE_CHECKING:
@@ -39,6 +40,11 @@ def runs(
     as_json: output.JsonOption = False,
 ) -> None:
     """List runs, newest first, followed by waiting or refused requests in Prefect as the site daemon last saw them."""
+    is_whole = (state, name, tag, owner) == (None,) * 4
+    if queued and not is_whole:
+        raise BadInput(
+            "found --queued with --state, --name, --tag or --owner, which select runs; expected --queued alone"
+        )
     if queued:
         _show_requests(as_json=as_json)
         return
@@ -52,7 +58,6 @@ def runs(
     if as_json:
         output.print_json([{**run, "undriven_since": undriven.get(run["run_id"])} for run in found])
         return
-    is_whole = (state, name, tag, owner) == (None,) * 4
     if not found:
         output.print_text("No runs yet." if is_whole else "No such runs.")
     else:
