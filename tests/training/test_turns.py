@@ -240,6 +240,31 @@ def test_a_rollout_is_answered_while_others_wait_for_their_tools() -> None:
         assert pool.ask({0: call("add", one=2, other=2)}, no_beat)[0]["observations"][0]["content"] == "4"
 
 
+@pytest.mark.parametrize("forks_anew", [True, False])
+def test_the_end_of_the_first_process_is_told_to_all_rollouts_that_it_had_processes_for(forks_anew: bool) -> None:
+    """Also if another rollout has it started again before they ask. One that waits for an answer would do so for ever,
+    and the environment of another would be answered by one that was never reset."""
+    with pool_of(environment="turn_tools:Waiting", timeout_s=600.0) as pool:
+        columns = {"folder": "/nowhere", "waits": True}
+        resets = {number: TurnRequest("reset", 0, {"columns": columns, "seed": 0}) for number in range(5)}
+        turn = TurnRequest("answer", 0, {"text": "", "is_last": False})
+        pool.ask({number: resets[number] for number in range(3)}, no_beat)
+        pool.submit(0, turn)
+        assert pool.collect(0.0, no_beat) == {}
+        assert pool.pid is not None
+        os.kill(pool.pid, signal.SIGKILL)
+        until(lambda: not started_by_tools())
+        if forks_anew:
+            pool.submit(3, resets[3])
+        pool.submit(1, turn)
+        found: dict[int, dict[str, Any]] = {}
+        until(lambda: found.update(pool.collect(0.1, no_beat)) or len(found) == 2 + forks_anew)
+        assert found.pop(3, {"text": ""}) == {"text": ""}
+        assert found == {number: {"failure": "ended its process", "lost": True} for number in range(2)}
+        pool.release(no_beat)
+        assert pool.ask({4: resets[4]}, no_beat) == {4: {"text": ""}}, "not by a process that is gone"
+
+
 MORTAL = (
     "import socket, sys, time; from rlhf_core.machine.parent_death import die_with_parent; die_with_parent(); "
     "socket.socket(fileno=int(sys.argv[2])).sendall(b'x'); time.sleep(600)"

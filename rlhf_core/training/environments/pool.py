@@ -53,6 +53,8 @@ class _Process:
     """Connection to a forked process."""
 
     connection: socket.socket
+    server: "subprocess.Popen[bytes] | None" = None
+    """The first process that forked it."""
     pid: int = 0
     deadline: float = 0.0
     limit_s: float = 0.0
@@ -103,7 +105,10 @@ class EnvironmentPool:
             BadConfig: one of them cannot be imported.
         """
         if self._server is None or self._server.poll() is not None:
-            self._end()
+            # The processes of rollouts ended with it. Their connections tell that to those that wait for an answer, and
+            # to those whose environments they had: another process would begin these without a reset.
+            self._has_lost = True
+            self._end_server()
             self._start()
         if not self._is_loaded:
             answer = self._served(LOAD_TIMEOUT_S, beat)
@@ -217,6 +222,9 @@ class EnvironmentPool:
         for number in list(self._active):
             self._finish(number, _lost("was given up"))
         self._forget()
+        self._end_server()
+
+    def _end_server(self) -> None:
         if self._server is not None:
             end_with_descendants(self._server, self._mark)
             self._server = None
@@ -264,7 +272,7 @@ class EnvironmentPool:
         own.setblocking(False)
         with other, contextlib.suppress(OSError):  # without its process, the request is lost
             socket.send_fds(self._connection, [b"b"], [other.fileno()])
-        return _Process(own)
+        return _Process(own, self._server)
 
     def _forget(self) -> None:
         """Close the connections to all forked processes, which end at that."""
@@ -278,7 +286,8 @@ class EnvironmentPool:
         self._environments.pop(number, None)
         self._has_lost = True
         process.connection.close()
-        if process.pid and self._server is not None and self._server.poll() is None:  # only reaped once all are ended
+        # The first process only reaps once all are ended.
+        if process.pid and process.server is not None and process.server.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
 
