@@ -273,6 +273,28 @@ def test_completions_are_saved_though_the_rest_is_lost(lost: WorkerError) -> Non
         sampler.sample(mock.MagicMock(number=5))
 
 
+class Filling(list[Prompt]):
+    """Prompts, of which another one is completed whenever one is looked at."""
+
+    def __init__(self, source: PromptList) -> None:
+        super().__init__(Prompt(Row(str(index), "", "", "", {}), [1], [1]) for index in range(source.num_prompts))
+        self.source = source
+
+    def __getitem__(self, index: Any) -> Any:
+        self.source.answer(len(self.source.made), [])
+        return super().__getitem__(index)
+
+
+def test_completions_may_arrive_while_those_so_far_are_saved() -> None:
+    """A checkpoint does not wait for the thread that receives them, if they span weights."""
+    source = PromptList([[1]] * 4, [[1]] * 4, Sampling(1, 1.0, 1))
+    prompts = Filling(source)
+    for index in range(2):
+        source.answer(index, [])
+    assert BegunBatch(PromptBatch(5, prompts, 8), {}, prompts, source).made == {"0": [], "1": []}
+    assert len(source.made) == 4
+
+
 class Order:
     """Rows of a run, as positions, over its starts."""
 

@@ -66,7 +66,8 @@ class BegunBatch:
     @property
     def made(self) -> dict[str, list[Completion]]:
         """Completions of the prompts that have all of theirs so far."""
-        return {**self.kept, **{self.missing[index].row.uid: group for index, group in self.source.made.items()}}
+        found = dict(self.source.made)  # at once: another thread adds to them meanwhile
+        return {**self.kept, **{self.missing[index].row.uid: group for index, group in found.items()}}
 
     def results(self) -> list[list[Completion]]:
         """Completions of all prompts, in order."""
