@@ -296,6 +296,22 @@ def test_rollouts_that_lost_all_engines_go_on_with_the_next_weights() -> None:
     assert {made.weight_version for group in lost.source.made.values() for made in group} == {2}
 
 
+@pytest.mark.parametrize(("max_staleness", "prepared"), [(2, "begin_change"), (1, "wait")])
+def test_no_weights_are_sent_before_the_rollouts_of_all_ranks_are_prepared(
+    max_staleness: int, prepared: str, tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 may be done with a broadcast long before another rank takes part in it. Of that one, engines would have
+    lost all unfinished completions."""
+    context = make_context(str(tmp_path), tiny_spec(rollout={"engines": 1, "max_staleness": max_staleness}), 0, 1)
+    trainer, steps = RemoteEngines(context, ranks), mock.Mock(**{"weights.id": WEIGHTS})
+    monkeypatch.setattr(Ranks, "barrier", steps.barrier)
+    monkeypatch.setattr(trainer, "_weights", steps.weights)
+    monkeypatch.setattr(trainer, "continuous", steps.rollouts)
+    trainer.load(tiny_model(), 1, lambda: None)
+    names = [name for name, *_ in steps.method_calls]
+    assert names[:3] == [f"rollouts.{prepared}", "barrier", "weights.load"]
+
+
 class SlowTool(PromptList):
     """Prompts after which a tool is at work for a number of polls."""
 

@@ -67,19 +67,20 @@ class RemoteEngines:
     def _other_weights(self, beat: Callable[[], None]) -> Iterator[None]:
         """Prepare rollouts in progress for weights that are sent in the block. Collective.
 
-        Those that span weights go on. Others are waited for, on all ranks: engines with the next version would refuse
-        another rank's prompts.
+        Those that span weights expect others, and go on. Others are waited for. On all ranks: engines with the next
+        version would be given up by a rank that does not expect it, or would refuse its prompts.
         """
         beat()  # its phase tells the agent that silence from here on may be a wait for engines
-        if self._spec.spans_weights:
-            self.continuous.begin_change()
-            yield
-            self.continuous.end_change(self._weights.id)
-            return
+        spans_weights = self._spec.spans_weights
         if self.continuous.is_begun:
-            self.continuous.wait(beat)
+            if spans_weights:
+                self.continuous.begin_change()
+            else:
+                self.continuous.wait(beat)
             self._ranks.barrier()
         yield
+        if spans_weights:
+            self.continuous.end_change(self._weights.id)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Sampling
