@@ -42,7 +42,8 @@ def adopt_orphans() -> None:
 def process_state(pid: int) -> str:
     """State letter from ``/proc/<pid>/stat`` (R, S, D, T, Z ...); ``-`` if the process is gone."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        # A process may name itself, and the kernel cuts its name after 15 bytes, also within a character.
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return "-"
     return stat.rpartition(")")[2].split()[0]

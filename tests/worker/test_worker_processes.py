@@ -12,9 +12,12 @@ from pathlib import Path
 
 import pytest
 from agent_runs import REPOSITORY
+from made_reports import rank_status
 from process_tools import is_alive, until
 
 from rlhf_core.worker import processes
+from rlhf_core.worker.command.rank_process import RankProcess, has_handler
+from rlhf_core.worker.evidence.collection import collect
 
 PARENT = """
 import subprocess, sys, time
@@ -90,6 +93,26 @@ def test_an_exit_is_observed_without_reaping() -> None:
     assert child.wait() == 3
     assert processes.peek_exit(child.pid) is None
     assert processes.process_state(child.pid) == "-"
+
+
+def test_a_process_with_a_name_that_the_kernel_has_cut_within_a_character_is_read(tmp_path: Path) -> None:
+    """A name ends after 15 bytes, and a program may give itself any, as with ``setproctitle``."""
+    name = "import ctypes; ctypes.CDLL(None).prctl(15, 'обучение модели'.encode(), 0, 0, 0)"
+    child = subprocess.Popen([sys.executable, "-c", f"{name}; print(flush=True); input()"], stdin=-1, stdout=-1)
+    assert child.stdout is not None
+    child.stdout.readline()
+    try:
+        assert processes.process_state(child.pid) == "S"
+        assert not has_handler(child.pid, signal.SIGUSR1)
+        status = rank_status(0, node="n1", pid=child.pid, process_state="T")
+        collect([status], {}, tmp_path, "n1")
+        assert "State:" in (tmp_path / "process-n1-0.txt").read_text()
+    finally:
+        child.kill()
+    rank = RankProcess(child.pid)
+    assert rank.poll(10.0)
+    assert rank.code == -signal.SIGKILL
+    child.communicate()
 
 
 def test_a_signal_is_a_negative_exit_and_a_stopped_group_can_be_killed() -> None:

@@ -115,7 +115,7 @@ class RankProcess:
 def has_handler(pid: int, number: signal.Signals) -> bool:
     """True if a process handles a signal, which ends most processes that do not."""
     try:
-        status = Path(f"/proc/{pid}/status").read_text()
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return False
     handled = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
@@ -132,7 +132,7 @@ def _descriptor_of_parent(pid: int) -> int | None:
 def _exit_code(pid: int) -> int | None:
     """Exit code of a zombie, from ``/proc/<pid>/stat``."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
         return None
     if state[0] != "Z":

@@ -86,7 +86,7 @@ def _process_facts(pid: int) -> str:
     parts = []
     for name in ("stat", "wchan", "status", "stack"):
         try:
-            content = Path(f"/proc/{pid}/{name}").read_text().strip()
+            content = Path(f"/proc/{pid}/{name}").read_text(encoding="utf-8", errors="replace").strip()
         except OSError as error:
             content = f"({error.strerror})"
         parts.append(f"== {name} ==\n{content}\n")
