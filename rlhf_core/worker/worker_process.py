@@ -21,7 +21,7 @@ from rlhf_core.files.whole import read_model, write_model
 from rlhf_core.machine.parent_death import die_with_parent
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import Role
-from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.base import MESSAGE_CHARACTERS, utc_now
 from rlhf_core.schemas.reports import Phase, WorkerOutcome
 from rlhf_core.schemas.resources import Placement
 from rlhf_core.text.redaction import masked
@@ -37,8 +37,14 @@ SLOTS_VARIABLE = "RLHF_SLOTS"
 AGENT_VARIABLE = "RLHF_AGENT_PID"
 """Environment variable with the agent's process id; set by the agent."""
 
+MAX_CHARACTERS = 16_384
+"""Longest part of an error that a worker reports: an error may quote a whole batch, and the message with which an agent
+reports those of all its workers is limited."""
+
 STACK_SIGNAL = signal.SIGUSR1
 """Signal on which a worker dumps the stacks of all its threads to its log, even while C code holds the GIL."""
+
+_CUT = " [...] "
 
 
 @dataclass(frozen=True)
@@ -204,14 +210,24 @@ def _outcome(
         ok=not failed,
         stopped_early=end is RoleResult.STOPPED_EARLY,
         error_type=f"{type(end).__module__}.{type(end).__qualname__}" if failed else "",
-        message=masked(str(end)) if failed else "",
-        traceback=masked("".join(traceback.format_exception(end))) if isinstance(end, BaseException) else "",
+        message=masked(_shortened(str(end))) if failed else "",
+        traceback=masked(_traceback(end)) if isinstance(end, BaseException) else "",
         damaged_checkpoint=end.checkpoint if isinstance(end, CheckpointCorrupt) else "",
         health_rule=end.rule if isinstance(end, DegenerateRl) else "",
         step=beat.step if beat is not None else 0,
         phase=beat.phase if beat is not None else Phase.SETUP,
         time=utc_now(),
     )
+
+
+def _traceback(error: BaseException) -> str:
+    return _shortened("".join(map(_shortened, traceback.format_exception(error))), MESSAGE_CHARACTERS)
+
+
+def _shortened(text: str, limit: int = MAX_CHARACTERS) -> str:
+    """The text, without its middle if it is longer than the limit in characters: it is the least telling part."""
+    half = limit // 2 - len(_CUT)
+    return text if len(text) <= limit else f"{text[:half]}{_CUT}{text[-half:]}"
 
 
 def _write_error(text: str) -> None:

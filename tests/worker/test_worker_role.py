@@ -14,6 +14,7 @@ from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.reports import Phase, WorkerOutcome
 from rlhf_core.schemas.resources import GroupPlan, Placement, in_order
+from rlhf_core.worker.channel.signing import MAX_MESSAGE_BYTES
 from rlhf_core.worker.liveness.heartbeat import SlotFile
 from rlhf_core.worker.worker_process import SLOTS_VARIABLE
 
@@ -96,6 +97,23 @@ def test_only_a_return_is_a_success(run_dir: RunDir, body: str, error_type: str)
     assert code == 1
     assert outcome is not None
     assert outcome.error_type == error_type
+
+
+def test_an_error_may_quote_whole_batches_and_broken_text(run_dir: RunDir) -> None:
+    """The agents of several nodes could not report a longer one, and files hold no half characters."""
+    body = (
+        "try:\n    raise KeyError('first' + 3_000_000 * 'a prompt ')\n"
+        "except KeyError as error:\n    raise ValueError('row \\ud83d: ' + 3_000_000 * 'a row ' + 'the end') from error"
+    )
+    code, outcome, log = work(run_dir, body)
+    assert code == 1
+    assert outcome is not None
+    assert outcome.error_type == "builtins.ValueError"
+    assert outcome.message.startswith("row \\ud83d: a row")
+    assert outcome.message.endswith("the end")
+    for text in (outcome.traceback, log):
+        assert all(words in text for words in ("KeyError: 'first", "in run", "ValueError: row \\ud83d: ", "the end"))
+    assert 16 * len(outcome.model_dump_json()) < MAX_MESSAGE_BYTES
 
 
 def test_a_missing_placement_is_named(run_dir: RunDir) -> None:
