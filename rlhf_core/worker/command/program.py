@@ -23,6 +23,8 @@ REPORT_TIMEOUT_S = 5.0
 """Time that a launcher has to log the exit code of a rank that it reaped, in seconds: it first ends the other ranks."""
 LAUNCHER_TIMEOUT_S = 0.5
 """Time that the launcher of a failed rank has to exit and print what it saw, in seconds."""
+_SHELL_SIGNALS = 128
+"""Exit code of a shell whose program was ended by a signal, without the number of the signal."""
 BLAME_TIMEOUT_S = 1.0
 """Time that the worker of a launcher waits, in seconds, for the worker of the rank that the launcher blames to end."""
 
@@ -156,8 +158,8 @@ class TrainerProgram:
         if launcher == 0 or (self._child is not None and (self.rank is None or not self.rank.has_failed)):
             if launcher and of_rank == -signal.SIGTERM:
                 time.sleep(BLAME_TIMEOUT_S)  # the agent ends this worker as soon as that of the failed rank has ended
-            return launcher or 0
-        return of_rank or 0
+            return _as_signal(launcher or 0)
+        return _as_signal(of_rank or 0)
 
     def _read_reported_code(self) -> None:
         """Read the rank's exit code from the launcher's log if the launcher reaped the rank first."""
@@ -169,3 +171,8 @@ class TrainerProgram:
     def _has_launcher_exited(self) -> bool:
         has_child_exited = self._child is not None and self._child.poll() is not None
         return has_child_exited or (self.rank is not None and self.rank.has_launcher_exited)
+
+
+def _as_signal(code: int) -> int:
+    """Exit code of a process; negative for the signal that ended the program of a shell, which it reports like this."""
+    return _SHELL_SIGNALS - code if code - _SHELL_SIGNALS in signal.valid_signals() else code

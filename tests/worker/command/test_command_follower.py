@@ -1,6 +1,7 @@
 """Programs of other projects under a real agent: followed, blamed, and restarted from their own checkpoints."""
 
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable
@@ -147,6 +148,16 @@ def test_a_rank_that_fails_is_blamed_and_the_program_goes_on(
     if kind is FailureKind.HANG:
         stacks = list((run.run_dir.root / incident.evidence_dir).glob("stack-*-pid*.txt"))
         assert stacks, "of the ranks of the program, not of those that follow them"
+
+
+def test_a_signal_that_ends_the_program_of_a_shell_script_is_named(agent_run: MakeRun) -> None:
+    """The shell reaps the rank before its worker can read how it ended, and exits with a code of its own."""
+    program = external_program("--fault", "1:8:kill", "--every", "5", resume="none")
+    script = f"{shlex.join(program['argv'])}; code=$?; echo cleaned; exit $code"
+    run = agent_run(trainer=program | {"argv": ["bash", "-c", script]}, supervise={"max_restarts": 0})
+    run.run_through(native=True)
+    incident = run.incident(0)
+    assert (incident.failure_kind, incident.suspect_ranks) == (FailureKind.WORKER_KILLED, (1,)), incident.message
 
 
 def test_a_program_that_ends_well_too_early_has_failed(agent_run: MakeRun) -> None:
