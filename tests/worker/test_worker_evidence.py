@@ -96,6 +96,21 @@ def test_a_py_spy_that_cannot_be_killed_is_left_behind(
     assert "no answer within" in missing[0]
 
 
+@pytest.mark.parametrize("still_process", ["stops_itself"], indirect=True)
+def test_a_py_spy_that_is_killed_within_a_character_costs_only_its_stack(
+    still_process: tuple[RankStatus, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "py-spy"
+    program.write_text("#!/bin/sh\nprintf 'f\\303'\nexec sleep 1000\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(evidence, "find_py_spy", lambda: str(program))
+    monkeypatch.setattr(evidence, "STACK_TIMEOUT_S", 2.0)
+    rank, log = still_process
+    missing = evidence.collect([rank], {0: log}, tmp_path / "incident", "here")
+    assert "no answer within" in missing[0]
+    assert (tmp_path / "incident" / "log-here-0.txt").read_text(encoding="utf-8").startswith("ready")
+
+
 @pytest.mark.parametrize("still_process", ["endless_loop"], indirect=True)
 def test_unavailable_evidence_is_reported_without_an_error(
     still_process: tuple[RankStatus, Path], tmp_path: Path

@@ -113,7 +113,9 @@ def _start_py_spy(pid: int, process_state: str) -> "subprocess.Popen[str] | str"
         # By default py-spy stops the process it reads, which fails for one that is already stopped.
         command.append("--nonblocking")
     try:
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        return subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", errors="replace"
+        )
     except OSError as error:
         return f"it could not be started: {error}"
 
