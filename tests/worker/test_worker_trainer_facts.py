@@ -160,6 +160,14 @@ def test_files_of_the_run_and_relative_names_are_not_compared(run_dir: RunDir, t
     assert found["trainer.argv a/b"] == tmp_path / "work" / "a" / "b"
 
 
+def test_a_prompt_and_a_pattern_are_no_files(run_dir: RunDir, tmp_path: Path) -> None:
+    """A sentence before a slash may be longer than any name, and the user named after a tilde may not exist."""
+    line = [sys.executable, "--system", 20 * "You are helpful. " + "Think and/or ask.", "--pattern", "~no-such-user/x"]
+    found = trainer_facts.gather(run_dir, spec_of(line, working_dir=str(tmp_path)))
+    assert [name for name in found.files if sys.executable not in name] == []
+    assert found.complaints == ()
+
+
 def test_very_large_folders_are_compared_by_names_and_sizes(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         (tmp_path / name).write_text("1")

@@ -3,6 +3,7 @@
 None of it is imported; its interpreter is started once, in the shell in which the program would be started.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -148,14 +149,21 @@ def _files(line: LaunchLine, run_dir: Path, working_dir: Path | None) -> Iterato
         if item.role in ("variable", "wrapper") or _WRITTEN.search(item.name):
             continue
         for text in _texts(line, item):
-            path = Path(text).expanduser()
+            path = Path(text).expanduser() if text.startswith("~/") else Path(text)
             if not path.is_absolute():
-                # Model names on a hub look like relative paths, so only existing paths count.
-                if working_dir is None or not (working_dir / path).exists():
+                # Model names on a hub, and sentences, look like relative paths, so only existing paths count.
+                if working_dir is None or not _exists(working_dir / path):
                     continue
                 path = working_dir / path
             if run_dir not in (path, *path.parents):
                 yield f"trainer.argv {text}", path
+
+
+def _exists(path: Path) -> bool:
+    """True if a path exists; False also if it is too long for one, or may not be looked up."""
+    with contextlib.suppress(OSError):
+        return path.exists()
+    return False
 
 
 def _texts(line: LaunchLine, item: LaunchItem) -> Iterator[str]:
