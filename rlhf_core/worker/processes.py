@@ -23,6 +23,10 @@ _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 
+MAX_OPEN_FILES = 1 << 16
+"""Open files that suffice for thousands of ranks. Some programs try to close as many as their limit allows, which may
+be a billion."""
+
 
 def allow_stack_dumps() -> None:
     """Let a sibling (py-spy, started by the agent) inspect this process even if Yama restricts tracing."""
@@ -37,6 +41,15 @@ def name_thread(name: str) -> None:
 def adopt_orphans() -> None:
     """Make this process the subreaper of its descendants, so that it never loses track of orphans."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def allow_open_files() -> None:
+    """Raise the soft limit of open files for this process and its descendants: agent 0 has a connection to every rank,
+    and ranks have one to each other. Slurm takes the limit over from the shell of the user, where it is often 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def process_state(pid: int) -> str:

@@ -1,6 +1,7 @@
 """The fork server: workers are forked from it only where a new process would behave the same."""
 
 import ctypes
+import fcntl
 import json
 import os
 import signal
@@ -101,6 +102,25 @@ def reported(path: Path) -> dict[str, object]:
     until(path.exists)
     found: dict[str, object] = json.loads(path.read_text())
     return found
+
+
+def test_the_answers_may_have_any_descriptor(
+    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Agent 0 of a thousand nodes has more connections than select() takes descriptors."""
+    processes.allow_open_files()
+    pipe = os.pipe
+
+    def high_pipe() -> tuple[int, ...]:
+        low = pipe()
+        high = tuple(fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 1024) for end in low)
+        for end in low:
+            os.close(end)
+        return high
+
+    monkeypatch.setattr(os, "pipe", high_pipe)
+    ready(server)
+    assert fork(server, tmp_path / "said").wait(30) == 7
 
 
 def test_a_forked_worker_is_what_a_new_process_would_be(server: ForkServer, tmp_path: Path) -> None:

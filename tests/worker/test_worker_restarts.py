@@ -1,6 +1,7 @@
 """Restarts with real agents and workers: deaths and hangs are detected, explained and repaired without leftovers."""
 
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from rlhf_core.schemas.attempts import AttemptState, Role
 from rlhf_core.schemas.failures import Action, DecidedBy, FailureKind
 from rlhf_core.schemas.reports import MetricsLine
 from rlhf_core.schemas.supervision import SuperviseSpec
+from rlhf_core.worker import processes
 from rlhf_core.worker.liveness.heartbeat import slots_folder
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.training]
@@ -211,6 +213,19 @@ def test_endless_work_outside_a_collective_is_a_hang_of_that_rank(agent_run: Mak
     assert (code, incident.failure_kind, incident.suspect_ranks) == (1, FailureKind.HANG, (1,))
     assert "has not entered collective" in incident.message
     assert run.decision(0).action is Action.NEW_ATTEMPT
+
+
+def test_an_agent_and_its_workers_may_open_more_files_than_a_shell_allows(agent_run: MakeRun) -> None:
+    """The agent started with the soft limit of most shells, of which Slurm makes its own."""
+    run = agent_run(train={"num_steps": 5000}, supervise={"warm_workers": False})
+    run.change = "import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (1024, r.getrlimit(r.RLIMIT_NOFILE)[1]))"
+    agent = run.start()
+    until(lambda: len(run.pids(0)) == 2)
+    for pid in (agent.pid, *run.pids(0).values()):
+        soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        assert soft == min(hard, processes.MAX_OPEN_FILES)
+    run.order("cancel")
+    run.finish()
 
 
 def test_a_second_agent_exits_and_a_killed_agent_takes_its_workers_along(agent_run: MakeRun) -> None:

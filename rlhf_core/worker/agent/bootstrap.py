@@ -24,6 +24,7 @@ from rlhf_core.schemas.reports import AttemptOutcome
 from rlhf_core.schemas.resources import Placement, job_marker
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.survival import Survived
+from rlhf_core.worker import processes
 from rlhf_core.worker.agent.arrivals import AgentsMissing, Arrivals, longest_wait_s
 from rlhf_core.worker.agent.job import AttemptAborted, Job
 from rlhf_core.worker.agent.leader import OUTCOME_TIMEOUT_S, Leader
@@ -73,6 +74,7 @@ def run_agent(run_dir: Path, attempt: int, targets: Mapping[Role, str], import_p
     """
     # Must come first: a signal that arrives before the handlers exist would kill this process without an outcome.
     inbox = SignalInbox()
+    processes.allow_open_files()
     directory = RunDir(run_dir.absolute())
     nodes, problem, leads = _place_of(directory, attempt)
     arrivals = Arrivals(nodes, directory.attempt(attempt), longest_wait_s(directory))

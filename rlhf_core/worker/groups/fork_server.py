@@ -100,8 +100,9 @@ class _Server:
 
     def read(self, timeout_s: float) -> bytes:
         """The next answer; empty if none comes in time or the server has exited."""
-        readable, _, _ = select.select([self.answers], [], [], timeout_s)
-        return os.read(self.answers, 256) if readable else b""
+        poll = select.poll()  # unlike select(), it takes any number of open files
+        poll.register(self.answers, select.POLLIN)
+        return os.read(self.answers, 256) if poll.poll(1000 * timeout_s) else b""
 
     def end(self) -> None:
         """Kill and reap it."""
