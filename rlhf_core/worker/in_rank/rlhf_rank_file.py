@@ -46,8 +46,12 @@ class RankFile:
         descriptor = os.open(path, flags, 0o600)
         try:
             if create:
-                os.ftruncate(descriptor, size)
+                # All of it now: writing to a page that memory has no room for would kill the process (SIGBUS).
+                os.posix_fallocate(descriptor, 0, size)
             self._words = memoryview(mmap.mmap(descriptor, size)).cast("q")
+        except OSError as error:
+            error.filename = path  # the system names a file only when it is opened
+            raise
         finally:
             os.close(descriptor)
         if create:

@@ -5,12 +5,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 import pytest
 from process_tools import is_alive, until
+from small_disk import small_disk
 
 from rlhf_core.worker.command.rank_process import RankProcess, find_rank
 from rlhf_core.worker.in_rank.rlhf_rank_file import PATH_VARIABLE, RankFile, own_file, rank_path
@@ -83,6 +84,17 @@ def test_a_process_that_is_gone_cannot_be_followed() -> None:
     child.wait()
     with pytest.raises(ProcessLookupError):
         RankProcess(child.pid)
+
+
+def test_a_status_file_for_which_memory_has_no_room_is_named(tmp_path: Path) -> None:
+    """In a process of its own: without room for a page, the kernel would kill the one that first writes to it."""
+    code = f"import sys; from {RankFile.__module__} import RankFile; RankFile(sys.argv[1], create=True)"
+    with small_disk(tmp_path / "small", "64k") as disk:
+        with suppress(OSError), (disk / "filler").open("wb", buffering=0) as filler:
+            while True:
+                filler.write(bytes(4096))
+        ended = subprocess.run([sys.executable, "-c", code, disk / "rank-0"], capture_output=True, text=True)
+    assert f"No space left on device: '{disk}/rank-0'" in ended.stderr, ended.returncode
 
 
 def test_a_rank_is_found_by_its_environment_or_its_own_report(tmp_path: Path) -> None:
