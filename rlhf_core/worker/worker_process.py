@@ -225,9 +225,15 @@ def _traceback(error: BaseException) -> str:
 
 
 def _shortened(text: str, limit: int = MAX_CHARACTERS) -> str:
-    """The text, without its middle if it is longer than the limit in characters: it is the least telling part."""
+    """The text, without its middle if it is longer than the limit in characters: it is the least telling part.
+
+    Words stay whole: the part of a secret would not be recognised as one.
+    """
+    if len(text) <= limit:
+        return text
     half = limit // 2 - len(_CUT)
-    return text if len(text) <= limit else f"{text[:half]}{_CUT}{text[-half:]}"
+    begin, end = text[:half].rsplit(maxsplit=1), text[-half:].split(maxsplit=1)
+    return f"{begin[0]}{_CUT}{end[-1]}" if len(begin) == len(end) == 2 else _CUT.strip()
 
 
 def _write_error(text: str) -> None:

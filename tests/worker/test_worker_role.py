@@ -1,6 +1,7 @@
 """The process of one worker, without an agent: its imports, its files, and its exit."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from rlhf_core.schemas.reports import Phase, WorkerOutcome
 from rlhf_core.schemas.resources import GroupPlan, Placement, in_order
 from rlhf_core.worker.channel.signing import MAX_MESSAGE_BYTES
 from rlhf_core.worker.liveness.heartbeat import SlotFile
-from rlhf_core.worker.worker_process import SLOTS_VARIABLE
+from rlhf_core.worker.worker_process import MAX_CHARACTERS, SLOTS_VARIABLE, _shortened
 
 HEAD = (
     "from rlhf_core.training.types import RoleResult\nfrom rlhf_core.schemas.reports import Phase\ndef run(context):\n"
@@ -114,6 +115,19 @@ def test_an_error_may_quote_whole_batches_and_broken_text(run_dir: RunDir) -> No
     for text in (outcome.traceback, log):
         assert all(words in text for words in ("KeyError: 'first", "in run", "ValueError: row \\ud83d: ", "the end"))
     assert 16 * len(outcome.model_dump_json()) < MAX_MESSAGE_BYTES
+
+
+def test_no_part_of_a_secret_is_left_where_a_long_error_is_cut() -> None:
+    """Wherever the cut falls: half a token would not be recognised as one, and so not be masked."""
+    token = "hf_" + 30 * "Ab"
+    for shift in range(0, 2 * len(token), 7):
+        words = "a " * ((MAX_CHARACTERS // 2 - shift) // 2) + token
+        found = _shortened(f"{words} {'word ' * 9000}{token} {'b ' * (MAX_CHARACTERS // 4 - shift)}")
+        assert len(found) <= MAX_CHARACTERS
+        assert "[...]" in found
+        assert re.sub(r"\bhf_\w+", "", found.replace(token, "")) == found.replace(token, "")
+        assert "AbAb" not in found.replace(token, "")
+    assert _shortened(MAX_CHARACTERS * "x" + "y") == "[...]", "one word"
 
 
 def test_a_missing_placement_is_named(run_dir: RunDir) -> None:
