@@ -198,22 +198,33 @@ def test_a_partition_among_further_options_counts(option: str) -> None:
 
 
 def test_a_job_number_that_slurm_gave_again_is_not_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a new installation, numbers begin at 1 again: the job of another run is neither awaited nor cancelled."""
+    """After a new installation, numbers begin at 1 again: the job of another run, of this user or of another one is
+    neither awaited nor cancelled.
+
+    Controls: a job whose comment a plug-in has rewritten, and one that was also renamed, are the job.
+    """
     asked = []
-    again = QueuedJob("7", "RUNNING", "None", "node1", "N/A", "toy-2/1")
-    forgotten = QueuedJob("9", "RUNNING", "None", "node1", "N/A", "somebody's")
+    folder = "/runs/toy-1/attempts/1/scheduler"
+    rows = {
+        "7": QueuedJob("7", "RUNNING", "None", "node1", "N/A", "toy-2/1"),
+        "8": QueuedJob("8", "RUNNING", "None", "node1", "N/A", "(null)", "/home/me", "notebook"),
+        "10": QueuedJob("10", "RUNNING", "None", "node1", "N/A", "billed", "/elsewhere", "toy-1"),
+        "11": QueuedJob("11", "RUNNING", "None", "node1", "N/A", "billed", folder, "renamed"),
+    }
 
     def run(*words: str, **_: object) -> str:
         asked.append(words[0])
-        return "JobId=8 JobState=RUNNING Reason=None NodeList=node1 Comment=toy-2/2\n"
+        return "JobId=9 JobName=bert UserId=anna(7) JobState=RUNNING Reason=None NodeList=node1 WorkDir=/home/anna\n"
 
-    monkeypatch.setattr(queue, "listing", lambda **_: queue.Listing(0.0, {"7": again, "9": forgotten}))
+    monkeypatch.setattr(queue, "listing", lambda **_: queue.Listing(0.0, rows))
     monkeypatch.setattr(commands, "run", run)
-    jobs = [Submission(attempt=1, scheduler="slurm", job_id=job_id, command=(), marker="toy-1/1") for job_id in "789"]
+    ids = ("7", "8", "9", "10", "11")
+    jobs = [Submission(attempt=1, scheduler="slurm", job_id=job_id, command=(), marker="toy-1/1") for job_id in ids]
     found = SlurmScheduler().status(jobs)
-    assert [found[job.job_id].state for job in jobs] == [JobState.ENDED, JobState.ENDED, JobState.RUNNING]
-    assert found["7"].reason == "Slurm has given the number of the job again, to toy-2/1"
-    assert all(SlurmScheduler().cancel(job) for job in jobs[:2])
+    assert [found[job_id].state for job_id in ids] == [*[JobState.ENDED] * 3, *[JobState.RUNNING] * 2]
+    others = ["toy-2/1", "notebook", "bert"]
+    assert [found[job_id].reason.rpartition("to ")[2] for job_id in ids[:3]] == others
+    assert all(SlurmScheduler().cancel(job) for job in jobs[:3])
     assert "scancel" not in asked
 
 

@@ -47,10 +47,11 @@ def status_of(row: QueuedJob, marker: str = "") -> JobStatus:
 
     Args:
         marker: Marker of the job that is meant. Slurm gives numbers again, for instance after a new installation: a
-            job with the marker of another attempt must be neither waited for nor cancelled.
+            job of another attempt, or one that is no run's, must be neither waited for nor cancelled.
     """
-    if marker and row.marker != marker and parse_job_marker(row.marker) is not None:
-        return JobStatus(JobState.ENDED, f"Slurm has given the number of the job again, to {row.marker}")
+    other = _other_job(row, marker)
+    if other:
+        return JobStatus(JobState.ENDED, f"Slurm has given the number of the job again, to {other}")
     word = row.state.partition(" ")[0] or "?"
     if word in _ENDED:
         return _ended(row, word)
@@ -60,6 +61,18 @@ def status_of(row: QueuedJob, marker: str = "") -> JobStatus:
     if word in _WAITING:
         return _waiting(row, word)
     return JobStatus(JobState.UNKNOWN, f"Slurm says {word}", scheduler_state=word)
+
+
+def _other_job(row: QueuedJob, marker: str) -> str:
+    """Name of the job in a row if it cannot be the one with this marker; otherwise empty. Plug-ins of a site may
+    rewrite a comment, but hardly a name and a folder as well."""
+    meant = parse_job_marker(marker)
+    if meant is None or row.marker == marker:
+        return ""
+    if parse_job_marker(row.marker) is not None:
+        return row.marker
+    is_meant = row.name in ("", meant[0]) or row.attempt == meant
+    return "" if is_meant else row.name
 
 
 def _ended(row: QueuedJob, word: str) -> JobStatus:

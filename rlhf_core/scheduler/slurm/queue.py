@@ -53,12 +53,18 @@ class QueuedJob:
     """Its own name; empty if unknown."""
 
     @property
+    def attempt(self) -> tuple[str, int] | None:
+        """Run and attempt whose folder it works in; None if it is another folder, or unknown."""
+        found = _ATTEMPT_FOLDER.fullmatch(self.folder)
+        return (found[1], int(found[2])) if found else None
+
+    @property
     def marker(self) -> str:
         """Marker of its attempt, by its working folder: plug-ins of a site may rewrite comments. For all other jobs,
         their comment: users also start jobs of their own in the folder of an attempt, under other names than the
         run's."""
-        found = _ATTEMPT_FOLDER.fullmatch(self.folder)
-        return job_marker(found[1], int(found[2])) if found and self.name == found[1] else self.comment
+        found = self.attempt
+        return job_marker(*found) if found and self.name == found[0] else self.comment
 
 
 @dataclass(frozen=True)
