@@ -22,7 +22,7 @@ from rlhf_core.control.controller import CancelRequested, Controller
 from rlhf_core.control.gone_directory import abandon
 from rlhf_core.control.stages import StageFailed, title_of
 from rlhf_core.control.trials import TRIAL, due
-from rlhf_core.errors import HistoryError, LeaseLost, PromotionFailed, RlhfError, RunCancelled, RunDirGone
+from rlhf_core.errors import HistoryError, LeaseLost, PromotionFailed, RlhfError, RunCancelled, RunDirGone, RunFailed
 from rlhf_core.history import queries
 from rlhf_core.schemas.attempts import RunState, StageName, StageState
 from rlhf_core.schemas.base import utc_now
@@ -117,7 +117,9 @@ def steps(controller: Controller) -> Iterator[Step]:
 def _steps(controller: Controller) -> Iterator[Step]:
     journal = controller.journal
     if journal.record.cancelling is not None:
-        _finish_cancelling(controller, journal.record.cancelling)
+        cancel(controller, journal.record.cancelling, save=is_to_save(controller.run_dir))
+    if not controller.resumed:
+        _require_open(controller)
     if journal.record.state in (RunState.PENDING, RunState.PREFLIGHT, RunState.FAILED, RunState.CANCELLED):
         yield from _carried_out(StageName.PREFLIGHT, "preflight", partial(stages.preflight, controller))
         for rung in due(controller):
@@ -147,11 +149,18 @@ def _carried_out(name: str, title: str, work: Callable[[], None]) -> Iterator[St
     step.result()
 
 
-def _finish_cancelling(controller: Controller, reason: str) -> None:
-    """Finish a cancellation that the previous controller had begun."""
-    cancel(controller, reason, save=is_to_save(controller.run_dir))
-    if not controller.resumed and controller.journal.record.state is RunState.CANCELLED:
-        raise RunCancelled(f"run {controller.run_dir.run_id} was cancelled: {reason}")
+def _require_open(controller: Controller) -> None:
+    """Leave a run alone that has ended and that no user resumed: it may have been ended in the meantime, as while the
+    flow run that takes it over for the site daemon waited for a worker.
+
+    Raises:
+        RunCancelled, RunFailed: it has.
+    """
+    run_id, record = controller.run_dir.run_id, controller.journal.record
+    if record.state is RunState.CANCELLED:
+        raise RunCancelled(f"run {run_id} was cancelled: {record.cause}")
+    if record.state is RunState.FAILED:
+        raise RunFailed(f"run {run_id} failed: {record.cause}")
 
 
 def _attempt(controller: Controller, number: int) -> Iterator[Step]:

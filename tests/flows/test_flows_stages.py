@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -13,6 +14,7 @@ from harness import ControllerHarness
 from kill_points import Killed
 
 from rlhf_core.control.attempts.jobs import SCHEDULER_RETRY_INTERVAL_S
+from rlhf_core.control.cancel import cancel_run
 from rlhf_core.control.steps import drive
 from rlhf_core.errors import (
     DatabaseUnavailable,
@@ -635,6 +637,26 @@ def test_resuming_a_failed_run_checks_again_and_renews_the_budget(harness: Contr
     assert shown.run["state"] == "completed"
     assert [stage["name"] for stage in shown.stages].count("preflight") == 2
     assert harness.clock.now < 100, "a user's request does not wait for the back-off"
+
+
+@pytest.mark.parametrize("end", [RunCancelled, RunFailed])
+def test_a_takeover_that_comes_after_the_end_starts_nothing(
+    harness: ControllerHarness, end: type[RunCancelled | RunFailed]
+) -> None:
+    """The flow run that takes a run over may wait for a worker for hours, while a user cancels or resumes the run."""
+    run_dir = harness.killed_in_training(make_spec(supervise={"max_attempts": 1}))
+    if end is RunCancelled:
+        cancel_run(run_dir, harness.site, harness.store, "enough", log=print, sleep=harness.clock.sleep)
+    else:
+        FakeAgent(run_dir).end(AttemptState.FAILED, FailureKind.DATA)
+        harness.scheduler.end_all()
+        with pytest.raises(RunFailed):
+            drive(harness.controller(run_dir))
+    cause = read_record(run_dir).cause
+    with pytest.raises(end, match=re.escape(cause)):
+        drive(harness.controller(run_dir))
+    assert len(harness.scheduler.submitted) == 1
+    assert read_record(run_dir).ended
 
 
 # ---------------------------------------------------------------------------------------------------------------------
