@@ -227,6 +227,8 @@ def server_settings(site: Site) -> dict[str, str]:
         "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",
         "PREFECT_SERVER_SERVICES_DB_VACUUM_RETENTION_PERIOD": str(site.prefect.keep_days * DAY_S),
         "PREFECT_SERVER_EVENTS_RETENTION_PERIOD": f"P{site.prefect.keep_days}D",
+        # By default, a restarted server no longer knows who holds the slots of its limits, and never frees them.
+        "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
         "PREFECT__SERVER_FINAL": "1",
     }
     return {**settings, **access_settings(password(site))}

@@ -236,6 +236,7 @@ def test_an_outage_of_the_server_ends_neither_worker_nor_flow_runs(site: Site, t
     run = start_flow(site, tmp_path / "a", "through-an-outage")
     is_cancelled = start_flow(site, tmp_path / "b", "cancelled-after-it")
     until(lambda: (tmp_path / "a" / "begun").exists() and (tmp_path / "b" / "begun").exists())
+    lease = take_slot(site, "outlives-the-server")
     before = site.pids()
     os.kill(before["server"], signal.SIGKILL)
     (tmp_path / "a" / "go").touch()
@@ -249,6 +250,18 @@ def test_an_outage_of_the_server_ends_neither_worker_nor_flow_runs(site: Site, t
     site.cancel(is_cancelled)
     assert until(lambda: site.flow_state(is_cancelled) == "Cancelled", interval_s=ASKING_INTERVAL_S)
     assert (tmp_path / "b" / "let go").exists()
+    assert site.ask(f"/v2/concurrency_limits/leases/{lease}/renew", {"lease_duration": 300})[0] == 204
+    site.ask("/v2/concurrency_limits/decrement-with-lease", {"lease_id": lease})
+    assert site.ask("/v2/concurrency_limits/outlives-the-server")[1]["active_slots"] == 0
+
+
+def take_slot(site: Site, limit: str) -> str:
+    """Make a limit of one and take its only slot; returns the lease of the slot."""
+    site.ask("/v2/concurrency_limits/", {"name": limit, "limit": 1})
+    taken = {"names": [limit], "slots": 1, "mode": "concurrency", "lease_duration": 300}
+    status, found = site.ask("/v2/concurrency_limits/increment-with-lease", taken)
+    assert status == 200, found
+    return str(found["lease_id"])
 
 
 @dataclass(frozen=True)
