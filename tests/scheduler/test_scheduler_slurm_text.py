@@ -829,6 +829,7 @@ def test_the_reason_and_the_expected_start_of_a_waiting_job(monkeypatch: pytest.
         ("QOSMaxNodePerJobLimit", True),
         ("QOSMinCpuNotSatisfied", True),
         ("JobHeldAdmin", True),
+        ("DependencyNeverSatisfied", True),
         ("launch failed requeued held", True),
         ("Priority", False),
         ("QOSMaxJobsPerUserLimit", False),

@@ -31,8 +31,9 @@ _ENDED = frozenset(
 
 
 _NEEDS_ACTION = re.compile(
-    r"AccountNotAllowed|BadConstraints|Invalid(Account|QOS)|JobHeld(Admin|User)|JobHoldMaxRequeue|Partition(Node|Time)Limit"
-    r"|QOSNotAllowed|ReservationDeleted|launch.failed.requeued.held|(QOS|Assoc)(Max\w+PerJob\w*|Min\w+)"
+    r"AccountNotAllowed|BadConstraints|DependencyNeverSatisfied|Invalid(Account|QOS)|JobHeld(Admin|User)"
+    r"|JobHoldMaxRequeue|Partition(Node|Time)Limit|QOSNotAllowed|ReservationDeleted|launch.failed.requeued.held"
+    r"|(QOS|Assoc)(Max\w+PerJob\w*|Min\w+)"
 )
 """Reasons for which a job waits although resources become free: limits that it exceeds by itself, and holds."""
 
