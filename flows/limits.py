@@ -1,14 +1,18 @@
-"""The limit ``rlhf-runs``: the number of runs driven at the same time, across all machines. Prefect enforces it.
+"""Limits on the number of runs driven at the same time, which Prefect enforces.
 
-Create a global concurrency limit of this name in the UI or with ``prefect gcl create``; it can be changed at any time.
-Without it, the number of runs is unlimited.
+The limit ``rlhf-runs`` counts those of all machines. Create a global concurrency limit of this name in the UI or with
+``prefect gcl create``; it can be changed at any time. Without it, the number of runs is unlimited. The limit of a
+deployment counts its own.
 """
 
 import contextvars
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from uuid import UUID
 
+from prefect import flow_engine
+from prefect.concurrency._leases import maintain_concurrency_lease
 from prefect.concurrency.sync import concurrency
 from prefect.exceptions import ObjectNotFound
 
@@ -39,8 +43,10 @@ _LOCKED = 423
 def run_slot(controller: Controller) -> Iterator[Callable[[], None]]:
     """Hold a slot for the duration of the block, waiting until one is free. The lease is kept during the wait.
 
-    Yields a function that releases the slot early: a completed run may wait days for an approval. A run that is already
-    completed takes no slot.
+    A run with a job does not wait, for another controller has started it: nothing would respond to failures until other
+    runs have ended. It takes the next free slot. A run that is already completed takes none.
+
+    Yields a function that releases the slot early: a completed run may wait days for an approval.
 
     Raises:
         LeaseLost: another controller has the run.
@@ -50,7 +56,9 @@ def run_slot(controller: Controller) -> Iterator[Callable[[], None]]:
     with ExitStack() as stack:
         if slot is not None:
             stack.callback(slot.release)
-            _wait(controller, slot)
+            last = controller.journal.record.last_attempt
+            if last is None or last.ended:
+                _wait(controller, slot)
         yield stack.close
 
 
@@ -127,3 +135,21 @@ def _limit_is_there() -> bool:
 def _is_full(error: BaseException) -> bool:
     response = getattr(error.__cause__, "response", None)
     return getattr(response, "status_code", None) == _LOCKED
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The limit of a deployment
+
+
+def outlive_slots() -> None:
+    """Have the flow runs of this process go on if they lose the slot that the limit of their deployment gave them.
+
+    Prefect's engine would raise an exception anywhere in a controller whose slot can no longer be renewed: some minutes
+    after the flow run was paused for an approval, which gives the slot back, and after a long outage of the server.
+    """
+    vars(flow_engine)[maintain_concurrency_lease.__name__] = _renewed
+
+
+def _renewed(lease_id: UUID, lease_duration: float, **_: object) -> AbstractContextManager[None]:
+    """Renew a slot for the duration of the block, which goes on without it if that fails."""
+    return maintain_concurrency_lease(lease_id, lease_duration, suppress_warnings=True)

@@ -24,7 +24,7 @@ from flows.flow_runs import driving
 from flows.flow_runs.ended import end_run, leave_run
 from flows.form import Form, meanings, overrides_of, read_form
 from flows.gate import shown_in_prefect
-from flows.limits import run_slot
+from flows.limits import outlive_slots, run_slot
 from flows.publishing.publisher import published
 from flows.queries import RUN_FLOW
 from flows.tasks import TaskRunner, without_prefect
@@ -44,6 +44,8 @@ from rlhf_core.watchdog.evidence import regressed
 
 DESCRIPTION = "One RLHF run: preflight, allocate, train, evaluate. Failures are diagnosed and retried."
 """Description in Prefect's list of flows."""
+
+outlive_slots()
 
 
 def carry_out(controller: Controller) -> None:

@@ -3,10 +3,12 @@
 import contextvars
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from uuid import UUID
 
 import pytest
 from harness import ControllerHarness
+from process_tools import ASKING_INTERVAL_S, until
 from sites import Site
 
 from flows import limits
@@ -103,6 +105,23 @@ def test_a_run_waiting_for_approval_blocks_no_other_run(harness: ControllerHarne
             release()
             assert active_slots() == 1, "it is given back once"
     assert harness.notes.messages == []
+
+
+@pytest.mark.usefixtures("limit")
+def test_a_run_with_a_job_waits_for_no_slot_and_takes_the_next_one(
+    harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its controller was killed, and another run has got the slot: the job must not be unattended until that ends."""
+    monkeypatch.setattr(limits, "RETRY_INTERVAL_S", 0.1)
+    harness.notes.stop = lambda: bool(harness.notes.messages)  # ends a wait
+    next_controller = harness.controller(harness.killed_in_training())
+    other = ExitStack()
+    other.enter_context(run_slot(a_session(harness)))
+    with other, run_slot(next_controller):
+        assert harness.notes.messages == []
+        other.close()
+        until(lambda: active_slots() == 1, interval_s=ASKING_INTERVAL_S)
+    assert active_slots() == 0
 
 
 @pytest.mark.usefixtures("limit")
