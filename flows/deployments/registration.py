@@ -218,6 +218,7 @@ def register_presets(site: Site) -> list[Registered]:
         parameters={},
         schema=_form({}, hidden=[field for field in Form.model_fields if field != "run_id"]),
         tags=["rlhf"],
+        priority="high",  # after a restart of everything, new runs must not come before those whose jobs are running
     )
     specs = {preset: configs.load(preset) for preset in PRESETS}
     wanted = [*(_wanted(preset, spec, site, spec.name) for preset, spec in specs.items()), resume]

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -16,10 +17,11 @@ import sites
 from process_tools import ASKING_INTERVAL_S, Rlhf, kill_tree, until
 from site_files import GRADER, SMALL
 
+from flows.deployments import work_pool
 from flows.deployments.registration import SCHEDULE, environment, register, register_presets
 from flows.deployments.submission import submit, submit_config
 from flows.deployments.work_pool import QUEUES
-from flows.flow_runs.facts import RESUME_DEPLOYMENT
+from flows.flow_runs.facts import RESUME_DEPLOYMENT, PrefectFlowRuns
 from flows.form import overrides_of, read_form
 from flows.schedules import SKIP_IF_BUSY
 from rlhf_core.cli.main import execute
@@ -116,6 +118,19 @@ def test_presets_and_resume_are_registered_and_only_changes_are_updated(client: 
     assert client.read_deployment_by_name(RESUME_DEPLOYMENT).description == resume.description
     assert register_presets(site) == again
     assert updates() == after
+
+
+def test_a_takeover_comes_before_earlier_requests(client: Any, site: Site, server: sites.Site) -> None:
+    """The places of the pool may be too few for both, and the job of the run that is taken over may be running."""
+    work_pool.set_up(site)
+    made = [submit("quickstart", site).flow_run_id, PrefectFlowRuns(site).adopt("small-1", "key of the takeover")]
+    try:
+        due = {"limit": 1, "scheduled_before": datetime.now(UTC).isoformat()}
+        (first,) = server.ask("/work_pools/rlhf/get_scheduled_flow_runs", due)[1]
+        assert first["flow_run"]["id"] == made[1]
+    finally:
+        for flow_run_id in made:
+            client.delete_flow_run(UUID(flow_run_id))
 
 
 def test_changes_made_in_the_ui_are_kept(client: Any, site: Site) -> None:
