@@ -171,6 +171,8 @@ def _facts(
         state_s=(now - changed_at).total_seconds(),
         created_at=flow_run.created or datetime.min.replace(tzinfo=UTC),
         process=_process(flow_run, flow_run_id in processes, controller, pool),
+        # Prefect also gives a start to flow runs that are cancelled before it.
+        begun=bool(flow_run.infrastructure_pid) or flow_run.run_count > 0,
         suspended=state is FlowState.PAUSED and flow_run.state.name == "Suspended",
         attended=processes.get(flow_run_id, True),
     )

@@ -227,6 +227,18 @@ def test_a_cancelled_flow_run_does_not_end_a_resumed_run() -> None:
     assert decided(DRIVEN, old, newer) == []
 
 
+def test_a_withdrawn_request_does_not_end_a_run_that_has_a_controller() -> None:
+    """A user has resumed the run in a terminal, and then cancels the flow run that was to take it over.
+
+    Controls: the same flow run if it has begun, a cancelled one before it, and a run without a controller.
+    """
+    withdrawn = replace(FLOW, flow_run_id="g", state=FlowState.CANCELLED, created_at=NOW, begun=False)
+    assert decided(DRIVEN, withdrawn) == []
+    assert decided(DRIVEN, replace(withdrawn, begun=True)) == ["cancel_run"]
+    assert decided(DRIVEN, replace(FLOW, state=FlowState.CANCELLED), withdrawn) == ["cancel_run"]
+    assert decided(RUN, withdrawn) == ["cancel_run"]
+
+
 def test_flow_runs_that_end_before_they_drive_anything_are_started_ever_later() -> None:
     failed = [replace(FLOW, flow_run_id=str(n), state=FlowState.FAILED, state_s=50.0 + n) for n in range(4)]
     assert decided(RUN, *failed) == [], "60 s after the fourth"

@@ -27,6 +27,7 @@ from flows.schedules import SKIP_IF_BUSY
 from rlhf_core.cli.main import execute
 from rlhf_core.config import loading as config
 from rlhf_core.config.site import Site, load_site
+from rlhf_core.diagnosis.reconcile.facts import FlowState
 from rlhf_core.errors import BadConfig, BadInput, PrefectUnavailable
 from rlhf_core.history.queries import show_run
 from rlhf_core.history.queries.open_runs import runs_of_flow_runs
@@ -131,6 +132,18 @@ def test_a_takeover_comes_before_earlier_requests(client: Any, site: Site, serve
     finally:
         for flow_run_id in made:
             client.delete_flow_run(UUID(flow_run_id))
+
+
+def test_a_withdrawn_takeover_has_not_begun(client: Any, site: Site) -> None:
+    """As opposed to a cancelled flow run, which ends its run."""
+    from prefect.states import Cancelling
+
+    register_presets(site)
+    flow_runs = PrefectFlowRuns(site)
+    made = flow_runs.adopt("small-2", "key of a takeover to withdraw")
+    client.set_flow_run_state(UUID(made), Cancelling())
+    seen = flow_runs.poll({"small-2"}, (), lambda ids: {}, datetime.now(UTC)).flow_runs
+    assert [(one.state, one.begun) for one in seen if one.flow_run_id == made] == [(FlowState.CANCELLED, False)]
 
 
 def test_changes_made_in_the_ui_are_kept(client: Any, site: Site) -> None:

@@ -148,7 +148,9 @@ def _about_run(run: RunFacts, flow_runs: Sequence[FlowRunFacts], world: World) -
     if run.unpublished and run.holder is not LeaseState.LIVING and run.ended_s > PUBLISH_AFTER_S:
         reason = f"its controller ended before it had published {run.unpublished} of its events and pages to Prefect"
         yield ReconcileAction(ActionKind.PUBLISH, run.run_id, reason)
-    newest = max(flow_runs, key=lambda one: one.created_at, default=None)
+    # A request to go on with a run, withdrawn because the run has a controller, must not end the run.
+    concerned = [one for one in flow_runs if one.begun or run.holder is not LeaseState.LIVING]
+    newest = max(concerned, key=lambda one: one.created_at, default=None)
     if not run.needs_controller:
         return
     cancellation = "" if run.ended else _cancellation(run, newest)

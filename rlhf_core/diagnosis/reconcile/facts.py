@@ -121,6 +121,8 @@ class FlowRunFacts:
     """Time since that change, in seconds."""
     created_at: datetime
     process: ProcessState = ProcessState.UNKNOWN
+    begun: bool = True
+    """True if it has had a process; False if it was only requested."""
     suspended: bool = False
     """True if it is suspended in Prefect and waits without a process."""
     attended: bool = True
