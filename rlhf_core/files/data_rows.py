@@ -6,6 +6,7 @@ The preflight checks and the run itself use the same readers, which name the fil
 import codecs
 import csv
 import json
+import math
 import string
 import sys
 from collections import Counter
@@ -92,6 +93,14 @@ READERS: Mapping[str, Callable[[Path], Iterator[FileRow]]] = {".jsonl": _read_js
 
 KINDS = (*READERS, ".parquet")
 """File name suffixes of data files."""
+
+
+def absent_value(value: object) -> str:
+    """Name of a value that stands for none: null or NaN; empty for any other value."""
+    if value is None:
+        return "null"
+    # Programs that write missing numbers as NaN are common; the text "nan" would be trained on.
+    return "NaN" if isinstance(value, float) and math.isnan(value) else ""
 
 
 def pair_problem(chosen: object, rejected: object) -> str:

@@ -7,7 +7,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.files.data_rows import KINDS, READERS, Malformed, first_answer, label_of, pair_problem
+from rlhf_core.files.data_rows import KINDS, READERS, Malformed, absent_value, first_answer, label_of, pair_problem
 from rlhf_core.files.reading import open_regular
 from rlhf_core.preflight.facts import BadRows, DataFile, LineProblem
 from rlhf_core.preflight.missing_paths import missing
@@ -133,8 +133,8 @@ class _Scan:
             if column not in row:
                 self._lacking[column].add(line, f'no column "{column}"')
                 whole = False
-            elif row[column] is None:
-                self._malformed.add(line, f'column "{column}" is null')
+            elif absent := absent_value(row[column]):
+                self._malformed.add(line, f'column "{column}" is {absent}')
                 whole = False
         if whole:
             self._add_whole(line, row)

@@ -35,6 +35,7 @@ def test_a_good_file(tmp_path: Path) -> None:
         ('{"prompt": "3" "answer": "3"}', "not valid JSON: Expecting ',' delimiter (character 16 of the line)"),
         ("[1, 2]", "expected a JSON object, found list"),
         ('{"prompt": null, "answer": "3"}', 'column "prompt" is null'),
+        ('{"prompt": "3>", "answer": NaN}', 'column "answer" is NaN'),
         ('{"prompt": "3>"}', 'no column "answer"'),
         ('{"prompt": "\\ud800", "answer": "3"}', "surrogate"),
         ("[" * 100_000, "nested too deeply"),

@@ -176,9 +176,9 @@ BAD_LINES = {
     '{"answer": "2"}': r'no column "question" \(data.prompt_column\); it has: answer',
     '{"question": "1+1?", "answer": null}': 'column "answer" is null',
     '{"question": "1+1?", "answer": NaN}': 'column "answer" is NaN',
-    '{"question": NaN, "answer": "2"}': 'column "prompt" is NaN',
+    '{"question": NaN, "answer": "2"}': 'column "question" is NaN',
     '{"question": "", "answer": "2"}': "the prompt is empty",
-    '{"question": {"role": "user", "content": "1+1?"}, "answer": "2"}': 'column "prompt" has an object, expected text',
+    '{"question": {"role": "user", "content": "1+1?"}, "answer": "2"}': 'column "question" has an object, expected',
     r'{"question": "\ud800", "answer": "2"}': "a text holds half of a surrogate pair",
     "[" * 100_000: "JSON is nested too deeply",
     b'{"question": "\xff", "answer": "2"}': "not UTF-8 at byte 15 of the line",
@@ -260,7 +260,7 @@ def test_parquet(tmp_path: Path, load: Callable[..., Any]) -> None:
     with pytest.raises(BadData, match=r"rows\.parquet: row 0: not a valid parquet file"):
         load("no parquet", name="rows.parquet")
     parquet.write_table(pyarrow.table({"question": [b"1+1?"], "answer": ["2"]}), path)
-    with pytest.raises(BadData, match='column "prompt" has bytes, expected text: in Parquet, a column of strings'):
+    with pytest.raises(BadData, match='column "question" has bytes, expected text: in Parquet, a column of strings'):
         load_rows(spec_of(train=str(path), prompt_column="question"), "train")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import JsonValue
 
 from rlhf_core.errors import BadConfig
-from rlhf_core.files.data_rows import first_answer, label_of, pair_problem, template_columns
+from rlhf_core.files.data_rows import absent_value, first_answer, label_of, pair_problem, template_columns
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.data.chat import common_beginning, content_of, messages_problem, turns, without_nulls
 from rlhf_core.training.types import Conversation, Messages, Row
@@ -43,6 +43,9 @@ class RowReader:
         self._templates = {"prompt": data.prompt_template, "target": data.completion_template}
         if self._pairs:
             self._templates |= {"chosen": data.chosen_template, "rejected": data.rejected_template}
+        self._columns = {"prompt": data.prompt_column, "answer": data.answer_column}
+        if self._pairs:
+            self._columns |= {"chosen": data.chosen_column, "rejected": data.rejected_column}
         keys = {"target": "completion"}
         self._used = {
             name: _template_fields(f"{self._table}.{keys.get(name, name)}_template", template)
@@ -62,7 +65,7 @@ class RowReader:
         completions = ("chosen", "rejected") if self._pairs else ()
         for name in ("answer", *completions, "prompt"):
             if name in fields:
-                _require_value(name, fields[name])
+                self._require_value(name, fields[name])
         is_chat = any(isinstance(fields[name], list) for name in ("prompt", *completions))
         answer = fields.get("answer")
         if not is_chat and isinstance(answer, list) and not messages_problem(answer):
@@ -91,14 +94,11 @@ class RowReader:
     def _named(self, columns: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
         """The columns, including those that settings name, under their names in templates."""
         data = self._data
-        names = {"prompt": data.prompt_column, "answer": data.answer_column}
-        if self._pairs:
-            names |= {"chosen": data.chosen_column, "rejected": data.rejected_column}
         fields = dict(columns)
-        for alias, column in names.items():
+        for alias, column in self._columns.items():
             is_optional = alias == "answer" and not self._needs_answer
             value = _plain(columns.get(column))
-            if column and column in columns and not (is_optional and _is_missing(value)):
+            if column and column in columns and not (is_optional and absent_value(value)):
                 fields[alias] = value
             elif is_optional:
                 fields.pop(alias, None)
@@ -248,7 +248,7 @@ class RowReader:
         if isinstance(given, str):
             with contextlib.suppress(ValueError):  # refused below
                 value = json.loads(given) if given.strip() else None
-        if _is_missing(value):
+        if absent_value(value):
             return []
         if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
             raise MalformedRow(
@@ -267,14 +267,21 @@ class RowReader:
                 raise MalformedRow(
                     f'no column "{field}" for a template of [{self._table}]; it has: {", ".join(columns)}'
                 )
-            _require_value(field, fields[field])
+            self._require_value(field, fields[field])
             # An answer that only reward functions read may be anything.
             if isinstance(fields[field], dict) and (name != "target" or self._teaches_answers):
                 raise MalformedRow(
-                    f'column "{field}" has an object, expected text: the form in which Python prints it would be '
-                    "trained on; a single message needs a list around it"
+                    f'column "{self._columns.get(field, field)}" has an object, expected text: the form in which '
+                    "Python prints it would be trained on; a single message needs a list around it"
                 )
         return self._templates[name].format_map({field: str(fields[field]) for field in used})
+
+    def _require_value(self, field: str, value: object) -> None:
+        column = self._columns.get(field, field)
+        if absent := absent_value(value):
+            raise MalformedRow(f'column "{column}" is {absent}')
+        if isinstance(value, bytes):  # its text would be "b'...'"
+            raise MalformedRow(f'column "{column}" has bytes, expected text: in Parquet, a column of strings')
 
     def _label(self, columns: Mapping[str, JsonValue]) -> bool:
         name = self._data.label_column
@@ -323,18 +330,6 @@ def _contain_prompt(fields: Mapping[str, JsonValue]) -> bool:
     if not (isinstance(prompt, str) and isinstance(chosen, list) and isinstance(rejected, list)):
         return False
     return common_beginning(chosen, rejected) > 0
-
-
-def _is_missing(value: object) -> bool:
-    # Programs that write missing numbers as NaN are common; the text "nan" would be trained on.
-    return value is None or (isinstance(value, float) and math.isnan(value))
-
-
-def _require_value(name: str, value: object) -> None:
-    if _is_missing(value):
-        raise MalformedRow(f'column "{name}" is {"null" if value is None else "NaN"}')
-    if isinstance(value, bytes):  # its text would be "b'...'"
-        raise MalformedRow(f'column "{name}" has bytes, expected text: in Parquet, a column of strings')
 
 
 def _plain(value: Any) -> Any:
