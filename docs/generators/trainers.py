@@ -64,7 +64,8 @@ number of epochs, or no length at all, add `--steps N`: a run needs to know afte
 complete.
 
 The run is now supervised: if a rank dies or hangs, rlhf-flows detects it, saves the stacks and restarts the
-program. Four more settings add resume and metrics. For the script below, they are
+program. Four more settings of the table `[trainer]` that `rlhf wrap` wrote add resume and metrics, where `resume`
+replaces the one that is there. For the script below, they are
 
 ```toml
 [trainer]

@@ -39,13 +39,22 @@ def read_toml(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise BadConfig(f"{path} is not UTF-8 text: {error}") from None
     except tomllib.TOMLDecodeError as error:
-        raise BadConfig(f"{path} is not valid TOML: {error}{_unclosed(text)}") from None
+        raise BadConfig(f"{path} is not valid TOML: {error}{_key_at(text, error)}{_unclosed(text)}") from None
     except RecursionError:
         raise BadConfig(f"{path}: found arrays or tables nested too deeply, expected at most {_MAX_DEPTH}") from None
     except ValueError:  # raised by int() for more digits than Python converts
         raise BadConfig(f"{path}: found an integer of thousands of digits") from None
     require_bounded(content, str(path))
     return content
+
+
+def _key_at(text: str, error: tomllib.TOMLDecodeError) -> str:
+    """Name the key or table of the line that an error names: the parser says only that a value is there already."""
+    place = re.search(r"at line (\d+)", str(error))
+    line = text.split("\n")[int(place[1]) - 1] if place else ""
+    # Only the key: a value may be a secret.
+    key = re.match(r"\s*(\[+[^\]]*\]+|[\w.-]+(?=\s*=))", line)
+    return f", in {readable(key[1])}" if key else ""
 
 
 def _unclosed(text: str) -> str:

@@ -569,6 +569,18 @@ def test_a_job_that_is_no_longer_watched_continues(
     assert f"the job of {run_id} continues. `rlhf resume {run_id}` adopts it" in answer.stderr
 
 
+def test_a_run_that_is_no_longer_watched_while_it_is_cancelled_is_not_said_to_continue(
+    rlhf: Rlhf, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C was pressed twice."""
+    scheduler.on_submit = lambda _: signal.raise_signal(signal.SIGINT)
+    monkeypatch.setattr("rlhf_core.control.cancel._end_attempt", interrupt)
+    answer = rlhf("run", "quickstart", "--no-prefect", code=130)
+    run_id = newest_run().run_id
+    assert f"while run {run_id} is being cancelled: `rlhf cancel {run_id}` completes that" in answer.stderr
+    assert "continues." not in answer.stderr
+
+
 def test_watch_prints_a_line_for_a_run_that_has_ended(rlhf: Rlhf, scheduler: FakeScheduler) -> None:
     rlhf("run", "quickstart", "--no-prefect")
     shown = rlhf("watch", "last").stdout

@@ -307,6 +307,18 @@ def test_an_open_bracket_is_named_where_it_stands(tmp_path: Path) -> None:
         config.load(path)
 
 
+@pytest.mark.parametrize(
+    ("second", "named"),
+    [('api_key = "secret"', "api_key"), ("[trainer]", r"\[trainer\]"), ("[[trainer]]", r"\[\[trainer\]\]")],
+)
+def test_what_is_given_twice_is_named_without_its_value(tmp_path: Path, second: str, named: str) -> None:
+    path = tmp_path / "broken.toml"
+    path.write_text(f'[trainer]\napi_key = "first"\n{second}\n')
+    with pytest.raises(BadConfig, match=rf"not valid TOML: Cannot .*\(at line 3.*\), in {named}$") as raised:
+        config.load(path)
+    assert "secret" not in str(raised.value)
+
+
 def test_true_is_still_true_where_a_setting_takes_it(minimal: Path) -> None:
     trainer = config.load(minimal, ["trainer.gradient_checkpointing=true"]).trainer
     assert isinstance(trainer, NativeTrainer)

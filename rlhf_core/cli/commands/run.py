@@ -238,7 +238,13 @@ def _left_behind(run_dir: "RunDir") -> str:
     """Describe a run that this process leaves without a controller: Ctrl-C was pressed early, or twice."""
     from rlhf_core.launch.journal import read_record
 
-    run_id, attempt = run_dir.run_id, read_record(run_dir).last_attempt
+    run_id, record = run_dir.run_id, read_record(run_dir)
+    attempt = record.last_attempt
+    if record.cancelling is not None and not record.ended:
+        return (
+            f"stopped watching while run {run_id} is being cancelled: `rlhf cancel {run_id}` completes that, "
+            f"`rlhf resume {run_id}` completes it and then continues the run from its last checkpoint"
+        )
     if attempt is None or attempt.ended:
         return f"run {run_id} stays as it is: `rlhf resume {run_id}` continues it, `rlhf cancel {run_id}` ends it"
     return (
