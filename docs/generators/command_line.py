@@ -17,8 +17,8 @@ run id, a prefix of one, a name (which means the newest run with that name), or 
 | exit code | meaning |
 |---|---|
 | 0 | done |
-| 1 | the run failed (its diagnosis is printed), or there was an unexpected error |
-| 2 | bad input: config, data, a blocking check (also one on the nodes), an unknown run, an unusable database |
+| 1 | the run failed (its diagnosis is printed), a database or folder cannot be used, or an unexpected error |
+| 2 | bad input: config, data, a blocking check (also one on the nodes), an unknown run, a database of another schema |
 | 130 | interrupted or cancelled |
 """
 
