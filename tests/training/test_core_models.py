@@ -26,6 +26,7 @@ from rlhf_core.training.models.causal_lm import (
     load_causal_lm,
     prepare_initial_model,
     tokenizer_folder,
+    use_training_mode,
 )
 from rlhf_core.training.models.embeddings import replace_padding, require_embeddings
 from rlhf_core.training.models.gathering import weight_shapes, write_model_texts
@@ -213,6 +214,20 @@ def test_dropout_is_off(tmp_path: Path) -> None:
     ids = torch.tensor([[5, 6, 7]])
     model.train()
     assert torch.equal(model(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("kind", ["phimoe", "mixtral"])
+def test_routers_of_experts_add_no_noise_in_training(kind: str) -> None:
+    """The control is transformers' own training mode."""
+    experts: dict[str, JsonValue] = {"num_local_experts": 4, "router_jitter_noise": 0.1}
+    model = tiny_model({**OTHER_FAMILIES["llama"], **experts, "model_type": kind}).eval()
+    ids = torch.tensor([[5, 6, 7, 8, 9]])
+    sampled = model(ids).logits
+    use_training_mode(model)
+    assert model.training
+    assert torch.equal(model(ids).logits, sampled)
+    model.train()
+    assert not torch.equal(model(ids).logits, sampled)
 
 
 # --- the policy ---

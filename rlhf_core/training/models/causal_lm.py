@@ -261,6 +261,18 @@ def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
+def use_training_mode(model: nn.Module) -> None:
+    """Turn on training mode, which gradient checkpointing and the dropout of adapters need.
+
+    Not in routers that then add noise to the choice of experts, such as those of Phi-3.5-MoE and Mixtral
+    (``router_jitter_noise``): the sampled and the trained distribution have to be the same.
+    """
+    model.train()
+    for module in model.modules():
+        if any("jitter" in name for name in vars(module)):
+            module.eval()
+
+
 class PolicyModel(nn.Module):
     """A causal language model that returns log-probabilities instead of logits.
 

@@ -16,7 +16,12 @@ from rlhf_core.training.checkpoints.state import TrainerState
 from rlhf_core.training.data.examples import Scorer
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.models.adapters import AdapterReference, add_adapter, has_adapter, is_adapter, load_adapter
-from rlhf_core.training.models.causal_lm import PolicyModel, dropout_free_config, load_causal_lm
+from rlhf_core.training.models.causal_lm import (
+    PolicyModel,
+    dropout_free_config,
+    load_causal_lm,
+    use_training_mode,
+)
 from rlhf_core.training.models.lean_layers import use_gradient_checkpointing
 from rlhf_core.training.models.loaded_weights import move
 from rlhf_core.training.models.reward_model import RewardModel, load_reward_model
@@ -127,7 +132,7 @@ class RunModels:
         base = self._causal_lm(source, self._initial)
         model = load_value_model(base, saved.critic if saved else None, lora, spec.seed, self._ranks.sequence)
         self._place(model)
-        model.train()
+        use_training_mode(model)
         if spec.native_trainer.gradient_checkpointing:
             use_gradient_checkpointing(model.layers)
         optimizer = critic_optimizer(loop.spec.optimizer, algorithm)

@@ -33,7 +33,12 @@ from rlhf_core.training.environments.pool import EnvironmentPool
 from rlhf_core.training.evaluation.evaluator import load_evaluator
 from rlhf_core.training.evaluation.report_files import are_written, write_reports
 from rlhf_core.training.models.adapters import base_fingerprint, is_adapter
-from rlhf_core.training.models.causal_lm import PolicyModel, prepare_initial_model, tokenizer_folder
+from rlhf_core.training.models.causal_lm import (
+    PolicyModel,
+    prepare_initial_model,
+    tokenizer_folder,
+    use_training_mode,
+)
 from rlhf_core.training.models.embeddings import replace_padding, require_embeddings
 from rlhf_core.training.models.lean_layers import use_gradient_checkpointing
 from rlhf_core.training.models.loaded_weights import move
@@ -177,7 +182,7 @@ def _train_loop(
             policy = RewardModel(model, ranks.sequence)
         else:
             policy = PolicyModel(model, tried=False, sequence=ranks.sequence)
-        policy.train()
+        use_training_mode(policy)
         if spec.native_trainer.gradient_checkpointing:
             use_gradient_checkpointing(model)
         second_adapter = models.adapter_reference(loop, policy)
