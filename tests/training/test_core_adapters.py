@@ -170,6 +170,21 @@ def test_targets_that_match_nothing_are_named_with_the_existing_ones() -> None:
     assert linear_names(tiny_model(OTHER_FAMILIES["gpt2"])) == ("c_attn", "c_fc", "c_proj")
 
 
+def test_a_router_that_chooses_experts_itself_gets_no_adapter() -> None:
+    model = tiny_model({**OTHER_FAMILIES["llama"], "model_type": "phimoe", "num_local_experts": 4})
+    assert linear_names(model) == ("k_proj", "o_proj", "q_proj", "v_proj")
+    add_adapter(model, LORA, seed=0)
+    PolicyModel(model)(IDS)
+
+
+def test_layers_that_peft_refuses_are_named_with_the_others() -> None:
+    """With the kernels of a recurrent layer, an adapter of its last projection would change nothing."""
+    config: Any = {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 1}
+    with pytest.raises(BadConfig, match=r"'out_proj' is incompatible .*: dt_proj, in_proj, x_proj$"):
+        add_adapter(tiny_model(config), LORA, seed=0)
+    add_adapter(tiny_model(config), LORA.model_copy(update={"target_modules": ("in_proj",)}), seed=0)
+
+
 def test_first_weights_follow_from_the_seed_alone() -> None:
     def weights(seed: int) -> Any:
         model = tiny_model()

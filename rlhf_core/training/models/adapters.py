@@ -48,7 +48,8 @@ def add_adapter(model: nn.Module, lora: LoraSpec, seed: int) -> None:
     The head of a reward model is trained in full as well.
 
     Raises:
-        BadConfig: peft is missing, a target matches no linear layer, or it is an embedding or the output layer.
+        BadConfig: peft is missing, a target matches no linear layer, it is an embedding or the output layer, or peft
+            refuses it.
     """
     config = _config(lora, target_modules(model, lora), has_head=hasattr(model, _HEAD))
     _inject(model, config, _TRAINED, seed)
@@ -76,13 +77,21 @@ def add_reference(model: nn.Module, folder: Path) -> None:
 
 def _inject(model: nn.Module, config: Any, name: str, seed: int) -> None:
     before = {id(parameter) for parameter in model.parameters()}
+    layers = linear_names(model)
     dtype = next(model.parameters()).dtype
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter(
             "ignore", UserWarning
         )  # about an existing adapter: that of the reference is the second one
         torch.manual_seed(seed)
-        _peft().inject_adapter_in_model(config, model, adapter_name=name)
+        try:
+            _peft().inject_adapter_in_model(config, model, adapter_name=name)
+        except ValueError as error:  # the kernels of recurrent layers read the weights of some layers themselves
+            others = [one for one in layers if f"'{one}'" not in str(error)]
+            raise BadConfig(
+                f"peft puts no adapter into the layers of model.lora.target_modules = {sorted(config.target_modules)}: "
+                f"{' '.join(str(error).split())} Other linear layers of {type(model).__name__}: {', '.join(others)}"
+            ) from error
     for parameter in model.parameters():
         if id(parameter) not in before:
             parameter.data = parameter.data.to(dtype)
@@ -108,7 +117,10 @@ def target_modules(model: nn.Module, lora: LoraSpec) -> tuple[str, ...]:
 
 
 def linear_names(model: nn.Module) -> tuple[str, ...]:
-    """Last components of the names of a model's linear layers, without its output layer or head."""
+    """Last components of the names of a model's linear layers, without its output layer or head.
+
+    Routers that choose experts themselves, as that of Phi-3.5-MoE, return more than the result of a linear layer.
+    """
     from transformers.pytorch_utils import Conv1D
 
     output = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
@@ -116,7 +128,9 @@ def linear_names(model: nn.Module) -> tuple[str, ...]:
     names = {
         name.rpartition(".")[2]
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and not any(module is head for head in heads)
+        if isinstance(module, nn.Linear | Conv1D)
+        and not type(module).__name__.endswith("Router")
+        and not any(module is head for head in heads)
     }
     return tuple(sorted(names))
 
