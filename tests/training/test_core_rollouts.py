@@ -28,7 +28,7 @@ from pydantic import JsonValue
 from torch import Tensor
 from transformers import MinPLogitsWarper, PreTrainedModel, TopKLogitsWarper, TopPLogitsWarper
 
-from rlhf_core.errors import NonFiniteLoss, StaleWeights
+from rlhf_core.errors import BadConfig, NonFiniteLoss, StaleWeights
 from rlhf_core.training.data.batches import collate
 from rlhf_core.training.data.tokenizers import build_tokenizer
 from rlhf_core.training.models.causal_lm import PolicyModel, load_causal_lm
@@ -101,6 +101,14 @@ def test_a_completion_depends_on_weights_prompt_and_seed_alone(model: PreTrained
 def test_recurrent_states_follow_their_completions() -> None:
     """As those of Qwen3-Next and Qwen3.5, which have layers of linear attention among others."""
     assert not depends_on_neighbours(tiny_model(HYBRID))
+
+
+def test_a_model_without_a_cache_of_keys_and_values_is_refused() -> None:
+    """Mamba has its state under another name, and takes no mask of padded prompts after the first pass. Hybrid models
+    have keys and values too, as that above."""
+    recurrent = tiny_model({"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 1})
+    with pytest.raises(BadConfig, match=r"MambaForCausalLM keeps no cache .* rollout.engine = \"vllm\""):
+        sample(recurrent, PROMPTS, SEEDS)
 
 
 def test_negative_control_one_random_stream_for_the_batch_is_caught(

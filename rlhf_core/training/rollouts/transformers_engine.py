@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
+from rlhf_core.errors import BadConfig
 from rlhf_core.training.models.causal_lm import in_evaluation_mode
 from rlhf_core.training.models.gathering import whole_model
 from rlhf_core.training.rollouts.base import Sampling, completion_of, draw_tokens, require_prompts, require_version
@@ -88,6 +89,7 @@ def generate(
     beginning and end, so every rank must make the same number of calls, even without prompts.
 
     Raises:
+        BadConfig: the model keeps no cache of keys and values, as those with recurrent layers alone.
         ValueError: a prompt is empty, or the number of lists of seeds is not the number of prompts.
         NonFiniteLoss: a log-probability of a sampled token is not finite.
     """
@@ -215,7 +217,11 @@ def _prefill(
 def _forward(
     model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None, cache: Cache | None
 ) -> tuple[Tensor, Cache]:
-    """Logits of the last position ``[B, V]`` and the grown cache. ``mask`` covers the cached tokens too."""
+    """Logits of the last position ``[B, V]`` and the grown cache. ``mask`` covers the cached tokens too.
+
+    Raises:
+        BadConfig: the model keeps its state in another form.
+    """
     positions = None if mask is None else (mask.cumsum(-1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
     answer = model(
         input_ids=input_ids,
@@ -225,7 +231,13 @@ def _forward(
         use_cache=True,
         logits_to_keep=1,
     )
-    return answer.logits[:, -1], answer.past_key_values
+    grown = getattr(answer, "past_key_values", None)
+    if grown is None:
+        raise BadConfig(
+            f'found rollout.engine = "transformers", but {type(model).__name__} keeps no cache of keys and values, '
+            'which this engine repeats over the samples of a prompt; set rollout.engine = "vllm"'
+        )
+    return answer.logits[:, -1], grown
 
 
 def _completions(
