@@ -42,9 +42,19 @@ def unshareable_part(config: Mapping[str, Any]) -> str:
         return "a sliding window"
     if recurrent := next((name for name in config if name.startswith(_RECURRENT)), ""):
         return f"recurrent or convolutional layers ({recurrent})"
-    ropes = (config.get("rope_parameters"), config.get("rope_scaling"))
-    kind = next((one.get("rope_type") or one.get("type") for one in ropes if isinstance(one, Mapping)), "")
-    return f"rotary embeddings of type {kind}" if kind in MOVING_ROPES else ""
+    kind, _ = moving_rope(config)
+    return f"rotary embeddings of type {kind}" if kind else ""
+
+
+def moving_rope(config: Mapping[str, Any]) -> tuple[str, int]:
+    """Type of rotary embeddings whose frequencies depend on the longest sequence of a pass, and the number of tokens up
+    to which they do not; empty and 0 for other types."""
+    for settings in (config.get("rope_parameters"), config.get("rope_scaling")):
+        kind = (settings.get("rope_type") or settings.get("type")) if isinstance(settings, Mapping) else ""
+        if kind in MOVING_ROPES:
+            name = "original_max_position_embeddings"
+            return str(kind), settings.get(name) or config.get(name) or config.get("max_position_embeddings") or 0
+    return "", 0
 
 
 def might_share_more(spec: RunSpec, config: Mapping[str, Any]) -> bool:

@@ -347,6 +347,10 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("model.reference", BLOCKED, taught({"max_position_embeddings": 256}), "/t has positions for 256 tokens"),
     ("model.reference", BLOCKED, taught({"num_attention_heads": 5}, trainer={"sequence_parallel": 2},
      resources={"ranks_per_node": 2}), "/t has 5 attention heads, trainer.sequence_parallel = 2"),
+    ("model.rotary", WARNING, healthy(model_config={**MODEL, "original_max_position_embeddings": 256,
+     "rope_scaling": {"type": "longrope", "long_factor": [2.0]}}), "longrope, whose frequencies change beyond 256"),
+    ("model.rotary", WARNING, healthy(model_config={**MODEL, "max_position_embeddings": 500,
+     "rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}), "sequences of up to 528"),
     ("reward.models", WARNING, with_spec(reward=SCORES, train={"algorithm": "sft"}, sft={"num_steps": 0}),
      "an algorithm that samples"),
     ("rollout.stop_strings", WARNING, with_spec(rollout=TAGGED), "exact_match as reward.functions and evaluate.scorer"),
@@ -1147,6 +1151,18 @@ def test_the_folder_of_a_reward_model_is_inspected_without_its_libraries(tmp_pat
     assert inspect_reward_model(str(tmp_path / "well")).problem == "it contains no tokenizer"
     assert inspect_reward_model(str(tmp_path / "none")).problem == "there is no such folder"
     assert inspect_reward_model("promoted:rm").problem == "no run called rm has promoted a model here"
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "longrope", "original_max_position_embeddings": 600},
+        {"rope_type": "yarn", "original_max_position_embeddings": 32},
+        {"rope_type": "default"},
+    ],
+)
+def test_frequencies_that_do_not_move_at_the_lengths_of_the_run_are_no_finding(rope: dict[str, Any]) -> None:
+    assert found(healthy(model_config={**MODEL, "rope_parameters": rope}), "model.rotary") == []
 
 
 def test_a_teacher_that_fits_passes_and_needs_no_rewards() -> None:

@@ -16,7 +16,7 @@ from rlhf_core.preflight.size_estimates import (
     run_files,
     shape_of_model,
 )
-from rlhf_core.run_dir.initial_model import num_heads, unshareable_part
+from rlhf_core.run_dir.initial_model import moving_rope, num_heads, unshareable_part
 from rlhf_core.schemas.model import ALL_LINEAR
 from rlhf_core.schemas.scoring_models import PROMOTED
 from rlhf_core.text.formatting import size
@@ -186,6 +186,20 @@ def length(facts: Facts) -> Iterator[Finding]:
         )
     else:
         yield passed(found)
+
+
+@check("model.rotary", trainer="native")
+def rotary(facts: Facts) -> Iterator[Finding]:
+    """Frequencies that depend on the longest sequence of a pass give tokens other probabilities in training."""
+    kind, steady = moving_rope(facts.model_config)
+    longest = longest_sequence(facts.spec)
+    if kind and longest > steady:
+        yield warning(
+            f"rotary embeddings of type {kind}, whose frequencies change beyond {steady} tokens, and sequences of up "
+            f"to {longest}: the probabilities of a short completion depend on the longest one beside it",
+            f"sequences of at most {steady} tokens",
+            "lower data.max_prompt_tokens or rollout.max_new_tokens, or use a model with another type, such as yarn",
+        )
 
 
 @check("model.lora", trainer="native")
