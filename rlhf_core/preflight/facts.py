@@ -263,6 +263,8 @@ class Facts:
     """Content of the model's ``config.json``, or ``model.config``."""
     model_types: ModelTypes = ModelTypes()
     """Permitted content of ``model.config``; empty if it was not read."""
+    causal_types: frozenset[str] = frozenset()
+    """Types of models that can be trained from a folder; empty if they were not read."""
     model_folder: ModelFolder | None = None
     """Set when ``model.path`` is."""
     reward_models: Mapping[str, RewardModelFolder] = field(default_factory=dict)

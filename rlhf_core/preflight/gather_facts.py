@@ -33,7 +33,7 @@ from rlhf_core.preflight.facts import (
 )
 from rlhf_core.preflight.gather_trainer import TrainerPlace, inspect_trainer
 from rlhf_core.preflight.missing_paths import missing
-from rlhf_core.preflight.model_types import read_model_types
+from rlhf_core.preflight.model_types import read_causal_types, read_model_types
 from rlhf_core.preflight.plugins import load_plugins
 from rlhf_core.preflight.program_queries import Tick, ask_worker, query_program, secrets_of
 from rlhf_core.preflight.weight_files import inspect_weights
@@ -123,6 +123,7 @@ def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Fa
         model_types=read_model_types(Path(compute.transformers), spec.model.config)
         if compute.transformers and native
         else ModelTypes(),
+        causal_types=read_causal_types(Path(compute.transformers)) if compute.transformers and native else frozenset(),
         model_folder=inspect_model(spec.model),
         reward_models=_inspect_reward_models(spec),
         references=_inspect_references(spec),

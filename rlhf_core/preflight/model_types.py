@@ -43,6 +43,19 @@ def read_model_types(package: Path, config: Mapping[str, Any]) -> ModelTypes:
     return ModelTypes(frozenset(classes), classes[model_type], arguments)
 
 
+def read_causal_types(package: Path) -> frozenset[str]:
+    """Read the types of models that ``AutoModelForCausalLM`` loads; empty if they cannot be read.
+
+    Args:
+        package: folder of transformers.
+    """
+    try:
+        tree = _parse(package / "models" / "auto" / "modeling_auto.py")
+    except (OSError, SyntaxError, ValueError):
+        return frozenset()
+    return frozenset(name for name, _ in _pairs(tree, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"))
+
+
 def _parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 

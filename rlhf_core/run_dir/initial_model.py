@@ -49,8 +49,9 @@ def unshareable_part(config: Mapping[str, Any]) -> str:
 def moving_rope(config: Mapping[str, Any]) -> tuple[str, int]:
     """Type of rotary embeddings whose frequencies depend on the longest sequence of a pass, and the number of tokens up
     to which they do not; empty and 0 for other types."""
-    for settings in (config.get("rope_parameters"), config.get("rope_scaling")):
-        kind = (settings.get("rope_type") or settings.get("type")) if isinstance(settings, Mapping) else ""
+    ropes = (config.get("rope_parameters"), config.get("rope_scaling"))
+    for settings in (one for one in ropes if isinstance(one, Mapping)):
+        kind = settings.get("rope_type") or settings.get("type")
         if kind in MOVING_ROPES:
             name = "original_max_position_embeddings"
             return str(kind), settings.get(name) or config.get(name) or config.get("max_position_embeddings") or 0

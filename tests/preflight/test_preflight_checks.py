@@ -201,6 +201,12 @@ def scoring(**folder: Any) -> Facts:
     return replace(with_spec(reward=SCORES), reward_models={"good": found})
 
 
+def of_type(name: str, **config: Any) -> Facts:
+    """A run that trains a model of a type from its folder."""
+    folder = ModelFolder(Path("/m"), weight_bytes=1000)
+    return healthy(model_folder=folder, model_config={"model_type": name, **config}, causal_types=frozenset({"qwen3"}))
+
+
 def taught(config: dict[str, Any] | None = None, differs: str = "", folder: str = "/t", **changes: Any) -> Facts:
     """A run that learns from a teacher, with the given facts of its folder and its tokenizer."""
     main = {"num_steps": 1, "algorithm": {"name": "distillation", "prompts_per_step": 8}, "reference": folder}
@@ -347,6 +353,8 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
     ("model.reference", BLOCKED, taught({"max_position_embeddings": 256}), "/t has positions for 256 tokens"),
     ("model.reference", BLOCKED, taught({"num_attention_heads": 5}, trainer={"sequence_parallel": 2},
      resources={"ranks_per_node": 2}), "/t has 5 attention heads, trainer.sequence_parallel = 2"),
+    ("model.folder", BLOCKED, of_type("t5"), "does not load models of the type t5"),
+    ("model.reference", BLOCKED, replace(taught({"model_type": "t5"}), causal_types=frozenset({"qwen3"})), "type t5"),
     ("model.rotary", WARNING, healthy(model_config={**MODEL, "original_max_position_embeddings": 256,
      "rope_scaling": {"type": "longrope", "long_factor": [2.0]}}), "longrope, whose frequencies change beyond 256"),
     ("model.rotary", WARNING, healthy(model_config={**MODEL, "max_position_embeddings": 500,
@@ -1163,6 +1171,19 @@ def test_the_folder_of_a_reward_model_is_inspected_without_its_libraries(tmp_pat
 )
 def test_frequencies_that_do_not_move_at_the_lengths_of_the_run_are_no_finding(rope: dict[str, Any]) -> None:
     assert found(healthy(model_config={**MODEL, "rope_parameters": rope}), "model.rotary") == []
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        of_type("qwen3"),
+        of_type("qwen3_vl", text_config={"model_type": "qwen3"}),
+        of_type("new", auto_map={}),
+        replace(of_type("t5"), causal_types=frozenset()),
+    ],
+)
+def test_models_that_may_be_causal_pass(facts: Facts) -> None:
+    assert [result.status for result in found(facts, "model.folder")] == [CheckStatus.PASSED]
 
 
 def test_a_teacher_that_fits_passes_and_needs_no_rewards() -> None:

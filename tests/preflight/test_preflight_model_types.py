@@ -7,7 +7,7 @@ import pytest
 
 from rlhf_core.config import loading as config
 from rlhf_core.preflight.gather_facts import inspect_compute_python
-from rlhf_core.preflight.model_types import read_model_types
+from rlhf_core.preflight.model_types import read_causal_types, read_model_types
 from rlhf_core.presets import PRESETS
 
 AUTO = (
@@ -85,3 +85,12 @@ def test_every_preset_names_what_the_installed_transformers_has() -> None:
     # An argument that is another name of a field, and one that a method passes on.
     assert "num_local_experts" in read_model_types(package, {"model_type": "qwen3_moe"}).arguments
     assert "partial_rotary_factor" in read_model_types(package, {"model_type": "bamba"}).arguments
+
+
+@pytest.mark.training
+def test_causal_types_are_those_of_the_installed_transformers(package: Path) -> None:
+    transformers = Path(inspect_compute_python(sys.executable).transformers)
+    found = read_causal_types(transformers)
+    assert {"qwen3", "llama", "gemma3", "mixtral", "gpt2"} <= found
+    assert not {"t5", "vit", "whisper_encoder"} & found
+    assert read_causal_types(package) == frozenset(), "another arrangement of files is not checked"

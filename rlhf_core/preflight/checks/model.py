@@ -3,6 +3,7 @@
 import difflib
 import re
 from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 from rlhf_core.preflight.facts import Facts, ReferenceFolder
 from rlhf_core.preflight.memory.roles import longest_sequence
@@ -34,8 +35,25 @@ def folder(facts: Facts) -> Iterator[Finding]:
             "a folder with config.json and all safetensors weights",
             "correct model.path, or finish the download; on a cluster it must be on a file system that the nodes see",
         )
+    elif not facts.spec.makes_reward_model and (other := _not_causal(facts, facts.model_config)):
+        yield blocked(
+            f"model.path = {found.path}: {other}",
+            "a causal language model, which continues a text",
+            "set model.path to one, or install a transformers that knows this type as one",
+        )
     else:
         yield passed(f"{found.path}: {size(found.weight_bytes)} of weights")
+
+
+def _not_causal(facts: Facts, config: Mapping[str, Any]) -> str:
+    """Type of a model that is no causal language model; empty if it is one, or unknown."""
+    kind = config.get("model_type")
+    if not facts.causal_types or not kind or kind in facts.causal_types or "auto_map" in config:
+        return ""
+    of_text = config.get("text_config")
+    if isinstance(of_text, Mapping) and of_text.get("model_type") in facts.causal_types:
+        return ""
+    return f"AutoModelForCausalLM does not load models of the type {kind}"
 
 
 @check("model.reference", trainer="native")
@@ -55,6 +73,8 @@ def _reference(facts: Facts, setting: str, found: ReferenceFolder) -> Finding:
             if str(found.folder.path).startswith(PROMOTED)
             else f"correct {setting}; on a cluster it must be on a file system that the nodes see",
         )
+    if other := _not_causal(facts, config):
+        return blocked(f"{place}: {other}", "a causal language model", f"set {setting} to one")
     if config.get("quantization_config"):
         return blocked(
             f"{place}: its weights are quantized",
