@@ -23,6 +23,7 @@ from rlhf_core.training.models import token_logprobs
 from rlhf_core.training.models.causal_lm import (
     PolicyModel,
     build_causal_lm,
+    dropout_free_config,
     load_causal_lm,
     prepare_initial_model,
     tokenizer_folder,
@@ -214,6 +215,13 @@ def test_dropout_is_off(tmp_path: Path) -> None:
     ids = torch.tensor([[5, 6, 7]])
     model.train()
     assert torch.equal(model(ids).logits, model(ids).logits)
+
+
+def test_dropout_is_off_in_the_language_model_of_one_that_reads_images(tmp_path: Path) -> None:
+    of_text = {"model_type": "gemma3_text", "attention_dropout": 0.5, "vocab_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": of_text}))
+    config: Any = dropout_free_config(tmp_path)
+    assert (config.text_config.vocab_size, config.text_config.attention_dropout) == (64, 0.0)
 
 
 @pytest.mark.parametrize("kind", ["phimoe", "mixtral"])

@@ -241,6 +241,9 @@ def _without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
     for name, value in config.to_dict().items():
         if "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0)
+        part = getattr(config, name, None)
+        if isinstance(part, PreTrainedConfig):  # that of the language model, in a model that also reads images
+            _without_dropout(part)
     return config
 
 
