@@ -12,8 +12,12 @@ import prefect_template
 import pytest
 import rerun_guard
 import skip_guard
+from first_collection import pytest_collection
 from hypothesis import settings
 from process_tools import Finished, Rlhf
+
+__all__ = ["pytest_collection"]
+"""Hooks of other modules."""
 
 # Each test process imports the modules of all tests. The collector would scan them repeatedly for nothing.
 gc.disable()

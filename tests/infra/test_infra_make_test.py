@@ -137,6 +137,27 @@ def test_a_test_that_never_passes_fails(tmp_path: Path) -> None:
     assert "1 failed" in done.stdout
 
 
+SLOW_TO_COLLECT = """
+import time
+from pathlib import Path
+
+log = Path("log").open("a", buffering=1)
+log.write("begin\\n")
+time.sleep(1.0)
+log.write("end\\n")
+def test_one(): pass
+"""
+
+
+def test_one_worker_collects_before_the_others(tmp_path: Path) -> None:
+    hook = "from first_collection import pytest_collection\n"
+    done = guarded(tmp_path, {"slow": SLOW_TO_COLLECT}, "-n", "3", conftest=hook)
+    assert done.returncode == pytest.ExitCode.OK, done.stdout
+    first, *others = (tmp_path / "log").read_text().split("end\n")[:-1]
+    assert first == "begin\n"
+    assert "".join(others).count("begin") == 2
+
+
 def test_a_machine_without_python_is_told_which_one_it_needs() -> None:
     """`make PYTHON=` calls the script with one word, and so does the advice of infra/slurm/cluster.py."""
     script = REPOSITORY / "infra" / "system_packages.sh"
