@@ -170,7 +170,7 @@ def test_a_failure_for_many_and_for_none_alone_is_reported_as_such() -> None:
     assert found.total == [1.0] * 8
     assert "too many at once" in found.warnings[0]
     assert "for none of them alone, so none counts as 0; call it with that many" in found.warnings[0]
-    assert "time" not in found.warnings[0]
+    assert "reward.timeout_s" not in found.warnings[0]
     with scorer("not_by_one") as one, pytest.raises(RewardFailed, match="for 8 completions at once, but for none of"):
         one.score(rows(8), ended(["good"] * 8), 1, lambda: None)
 
