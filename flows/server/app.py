@@ -66,9 +66,15 @@ RETRY_INTERVAL_S = 0.1
 """Pause before each retry."""
 
 SERVER_LOGGER = "prefect.server"
-RETRYING_LOGGERS = ("docket.dependencies", "prefect.server.utilities.worker_channel", SERVER_LOGGER)
-"""Loggers of components that retry after a busy SQLite: services, workers, which reconnect and use REST meanwhile, and
-the rules of states, which pass the error on to a request or a service."""
+RETRYING_LOGGERS = (
+    "docket.dependencies",
+    "prefect.server.utilities.worker_channel",
+    "prefect.server.models.deployments",
+    SERVER_LOGGER,
+)
+"""Loggers of components that retry after a busy SQLite: services, workers, which reconnect and use REST meanwhile, the
+service that marks deployments without a worker, and the rules of states, which pass the error on to a request or a
+service."""
 STATE_RULES = "rules"
 """Module of the rules of states. Other modules with the same logger do not retry."""
 
