@@ -6,6 +6,8 @@ import os
 import random
 import select
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -19,6 +21,8 @@ from core_losses import policy_loss_of
 from core_models import char_tokenizer
 from process_tools import modules_with, until
 from pydantic import ValidationError
+from rank_launcher import PATHS
+from transformers.utils import chat_template_utils
 from turn_tools import TOOL_TEMPLATE
 
 from rlhf_core.errors import BadConfig, ToolFailed
@@ -33,7 +37,7 @@ from rlhf_core.training.data.tokenizers import build_tokenizer
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.environments import turn_source
 from rlhf_core.training.environments.conversations import Conversations
-from rlhf_core.training.environments.functions import find_calls
+from rlhf_core.training.environments.functions import Toolbox, find_calls
 from rlhf_core.training.environments.open_rollout import OpenRollout
 from rlhf_core.training.environments.pool import EnvironmentPool
 from rlhf_core.training.environments.rollout_steps import RolloutSteps
@@ -316,6 +320,41 @@ def test_tools_are_described_and_errors_are_observed() -> None:
     assert "missing 1 required positional argument" in found[1]["observations"][0]["content"]
     assert found[2]["observations"][0]["content"] == "{'error': 'Tool gone not found.'}", "in TRL's form"
     assert [found[number]["num_failed"] for number in range(3)] == [0, 1, 1]
+
+
+DESCRIBES = """
+import sys
+from rlhf_core.training.environments.functions import Toolbox
+(tool,) = Toolbox(["turn_tools:add"], "", "").describe()["tools"]
+print(sorted(tool["function"]["parameters"]["properties"]), "torch" in sys.modules)
+"""
+
+
+def test_torch_is_not_imported_to_describe_tools_without_it() -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, PATHS))}
+    done = subprocess.run(
+        [sys.executable, "-c", DESCRIBES], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "['one', 'other'] False\n"
+
+
+def play(sound: torch.Tensor) -> None:
+    """
+    Play a sound.
+
+    Args:
+        sound: What is heard.
+    """
+
+
+def test_a_tool_that_takes_a_tensor_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: it would be any object to transformers without torch."""
+    monkeypatch.setattr(chat_template_utils, "is_torch_available", chat_template_utils.is_torch_available)  # put back
+    (tool,) = Toolbox([f"{__name__}:play"], "", "").describe()["tools"]
+    assert tool["function"]["parameters"]["properties"]["sound"]["type"] == "audio"
+    monkeypatch.delitem(sys.modules, "torch")
+    (tool,) = Toolbox([f"{__name__}:play"], "", "").describe()["tools"]
+    assert tool["function"]["parameters"]["properties"]["sound"]["type"] == "object"
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import importlib
 import inspect
 import json
 import re
+import sys
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -220,11 +221,13 @@ def _made(factory: Callable[[], object]) -> Any:
 
 def _description(name: str, tool: Callable[..., Any]) -> dict[str, Any]:
     """Description of a tool for the chat template."""
-    # An import of seconds, which an environment without tools saves.
-    from transformers.utils.chat_template_utils import get_json_schema
+    # An import of a second, which an environment without tools saves.
+    from transformers.utils import chat_template_utils
 
+    # It would import torch to recognise tensors, which takes longer. Without torch, no hint of a tool is a tensor.
+    chat_template_utils.is_torch_available = lambda: "torch" in sys.modules
     try:
-        found: dict[str, Any] = get_json_schema(tool)
+        found: dict[str, Any] = chat_template_utils.get_json_schema(tool)
     except Exception as error:  # DocstringParsingException, TypeHintParsingException, or of unusual hints
         raise BadConfig(
             f"tool {name}: its description cannot be made: {' '.join(str(error).split())}; expected a type hint for "
