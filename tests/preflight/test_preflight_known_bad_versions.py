@@ -65,7 +65,7 @@ def test_what_a_row_advises_is_not_bad_itself(row: KnownBad) -> None:
 def valid_specs() -> list[RunSpec]:
     """Every valid kind of run that the table distinguishes. Algorithms and engines are taken from the schema."""
     found = []
-    for algorithm in specs():
+    for algorithm, traits in specs().items():
         for engine in get_args(RolloutSpec.model_fields["engine"].annotation):
             for resources in (
                 {"ranks_per_node": 1, "gpus_per_node": 0},
@@ -74,6 +74,7 @@ def valid_specs() -> list[RunSpec]:
             ):
                 base = make_spec(sft={"num_steps": 0}, resources=resources).model_dump()
                 base["loops"]["main"]["algorithm"], base["rollout"]["engine"] = {"name": algorithm}, engine
+                base["loops"]["main"]["reference"] = "/teacher" if traits.distils else ""
                 found.append(RunSpec.model_validate(base))
     return found
 

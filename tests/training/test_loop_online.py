@@ -1,6 +1,7 @@
 """Several updates of a step, the value model and dynamic sampling on real processes: passes, collectives, resume."""
 
 import dataclasses
+import json
 import math
 import shutil
 import signal
@@ -23,6 +24,8 @@ from rlhf_core.schemas.algorithms import specs
 pytestmark = [pytest.mark.training, pytest.mark.end_to_end]
 
 SAMPLING = [name for name, spec in specs().items() if spec.samples]
+TEACHER = "{grpo}"
+"""Stands for the initial model of the run of that name, which is made before."""
 SEVERAL: Any = {
     "num_epochs": 2,
     "num_minibatches": 3,
@@ -47,7 +50,8 @@ def spec_of(
     warm_start = {"num_steps": 2, "algorithm": {"name": "sft", "batch_size": 8}, "optimizer": {"learning_rate": 1e-2}}
     algorithm = {"name": name, "prompts_per_step": 4, "samples_per_prompt": 4, **settings}
     optimizer = {"learning_rate": 3e-3, "schedule": schedule}
-    main = {"num_steps": num_steps, "algorithm": algorithm, "optimizer": optimizer}
+    reference = TEACHER if specs()[name].distils else ""
+    main = {"num_steps": num_steps, "reference": reference, "algorithm": algorithm, "optimizer": optimizer}
     loops = {"warm_start": warm_start, "main": main}
     return {**spec, "seed": 1, "loops": loops, "reward": IN_RANK, "trainer": {"micro_batch_size": 3}}
 
@@ -156,6 +160,8 @@ def every_scenario(rank: int, num_ranks: int, folder: str, names: list[str]) -> 
         passes.clear()
         counting = Counting()
         spec = shortened(spec, 1) if num_ranks == 1 else spec
+        teacher = str(RunDir(Path(folder) / f"{num_ranks} grpo").initial_model)
+        spec = json.loads(json.dumps(spec).replace(TEACHER, teacher))
         context = make_context(f"{folder}/{name}", spec, rank, num_ranks, reporter=counting)
         held = Held()
         with mock.patch.object(PolicyModel, "forward", counted), held.counted():

@@ -612,7 +612,7 @@ def test_a_run_whose_reference_has_changed_is_not_resumed(one_rank: dict[str, An
     begun, changed, again = one_rank["another reference"]
     assert (begun, again) == ("done", "done")
     assert changed.startswith("ResumeMismatch: ")
-    assert "initial_model holds other weights than those that step-000002 was trained from" in changed
+    assert "initial_model: found other weights than those that step-000002 was trained with" in changed
 
 
 def test_supervised_training_can_be_the_main_algorithm(results: list[dict[str, Any]], folder: Path) -> None:

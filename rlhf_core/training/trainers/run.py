@@ -99,9 +99,9 @@ def _train_run(context: WorkerContext, ranks: Ranks, scorer: RewardScorer, pool:
     reference = _reference_fingerprint(spec, ranks, initial)
     if checkpoint and state and reference and state.progress.reference not in ("", reference):
         raise ResumeMismatch(
-            f"{' and '.join(map(str, _reference_folders(spec, initial)))} hold other weights than when "
-            f"{checkpoint.root.name} was written, so training would continue with another reference. Restore them, or "
-            "start a new run"
+            f"{' and '.join(map(str, _reference_folders(spec, initial)))}: found other weights than those that "
+            f"{checkpoint.root.name} was trained with, so training would continue with another reference. Restore "
+            "them, or start a new run"
         )
     step = state.progress.step if state else 0
     beat = functools.partial(context.reporter.beat, Phase.SETUP, step)

@@ -28,10 +28,10 @@ clip are reached.
 The gradient column shows the largest difference over all weights. "Several updates" is the loss of a policy that has
 moved since it sampled. "Several turns" has observations among the tokens of the completions, which TRL is told of by
 `env_mask`, the tool mask of a `rollout_func`. PPO and REINFORCE++ are not in TRL {version};
-`tests/training/test_core_policy_gradient.py` checks them against the formulas of their papers, and the expected gradient
-of `distillation` against that of the KL divergence over the whole vocabulary, which TRL's `GKDTrainer` minimises with
-`beta=1`: ours takes one sampled token for the vocabulary. KTO is compared in one
-TRL micro-batch, because TRL estimates its divergence anew for each. A penalty weighted by the probability ratio, as is
+`tests/training/test_core_policy_gradient.py` checks them against the formulas of their papers, and the expected
+gradient of `distillation` against that of the KL divergence over the whole vocabulary, which TRL's `GKDTrainer`
+minimises with `beta=1`: ours takes one sampled token for the vocabulary. KTO is compared in one TRL micro-batch,
+because TRL estimates its divergence anew for each. A penalty weighted by the probability ratio, as is
 TRL's default, is `kl_weighted` here.
 
 | loss | TRL | settings here | value | gradient | advantages |
