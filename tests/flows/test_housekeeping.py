@@ -45,6 +45,7 @@ from rlhf_core.machine.accounts import user_name
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import RunState, StageName
 from rlhf_core.schemas.base import utc_now
+from rlhf_core.schemas.changes import with_changes
 from rlhf_core.schemas.checkpoint_files import BestCheckpoint
 from rlhf_core.schemas.reports import AgentCommand
 from rlhf_core.schemas.resources import Submission
@@ -656,7 +657,7 @@ def test_a_link_is_never_followed(harness: ControllerHarness, tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("reconciler")
-@pytest.mark.parametrize("reads", ["model", "tokenizer", "reward", "link", "resumable"])
+@pytest.mark.parametrize("reads", ["model", "tokenizer", "reward", "reference", "link", "resumable"])
 def test_what_another_run_reads_is_kept(harness: ControllerHarness, tmp_path: Path, reads: str) -> None:
     run_dir = failed(harness)
     folder = run_dir.checkpoint(4).model
@@ -667,8 +668,11 @@ def test_what_another_run_reads_is_kept(harness: ControllerHarness, tmp_path: Pa
     sections: dict[str, dict[str, Any]] = {
         "tokenizer": {"model": {**own, "tokenizer": str(folder)}},
         "reward": {"reward": {"models": {"rm": {"path": str(folder)}}}},
+        "reference": {"grpo": {"measure_kl": True}},
     }
     spec = make_spec(**sections.get(reads, {"model": {**own, "path": str(folder)}}))
+    if reads == "reference":
+        spec = with_changes(spec, {"loops.main.reference": str(folder)})
     if reads == "resumable":
         failed(harness, (), spec)
     else:

@@ -184,7 +184,8 @@ def _folders_in_use(site: Site, store: HistoryStore, world: World) -> list[Path]
 @functools.lru_cache(1 << 16)  # a large cleanup asks for the same runs in every round
 def _folders_read(run_dir: RunDir, _changed_ns: int) -> frozenset[str]:
     spec = run_dir.read_spec().spec
-    return frozenset({spec.model.path, spec.model.tokenizer, *(one.path for one in spec.reward.models.values())})
+    rewarding = (one.path for one in spec.reward.models.values())
+    return frozenset({spec.model.path, spec.model.tokenizer, *rewarding, *spec.references.values()})
 
 
 def _contains(folder: Path, paths: Sequence[Path]) -> bool:
