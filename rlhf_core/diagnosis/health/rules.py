@@ -309,6 +309,8 @@ RULES: tuple[Callable[[_View], HealthFinding | None], ...] = (
     _length,
 )
 """Rules over a full window of the main algorithm, the most conclusive first."""
+WITHOUT_REWARDS = frozenset({_clipped, _train_gap})
+"""Rules that also judge a policy that learns from a teacher: it may be certain, brief or wrong like the teacher."""
 
 
 def _named(ranks: Sequence[int], nodes: Sequence[str]) -> str:
@@ -322,7 +324,3 @@ def _named(ranks: Sequence[int], nodes: Sequence[str]) -> str:
             word = "rank" if len(named) == 1 else "ranks"
             parts.append(f"{word} {', '.join(map(str, named))} ({whole}{node})")
     return " and ".join(parts)
-
-
-WITHOUT_REWARDS = frozenset({_clipped, _train_gap})
-"""Rules that also judge a policy that learns from a teacher: it may be certain, brief or wrong like the teacher."""

@@ -207,16 +207,10 @@ def _tokenizer(
             is_for_chat = tokenizer.chat_template not in (None, "", CHAT_TEMPLATE)
     except RlhfError as error:
         return None, TokenizerReport(problem=" ".join(str(error).split()))
-    report = check_tokenizer(tokenizer, [text for row in every for text in _texts(row)])
-    of_references = {
-        setting: difference
-        for setting, path in spec.references.items()
-        if (
-            difference := difference_of_reference(
-                Path(path), tokenizer, [text for row in every for text in _texts(row)]
-            )
-        )
-    }
+    texts = [text for row in every for text in _texts(row)]
+    report = check_tokenizer(tokenizer, texts)
+    compared = {name: difference_of_reference(Path(path), tokenizer, texts) for name, path in spec.references.items()}
+    of_references = {name: difference for name, difference in compared.items() if difference}
     # A text with special tokens of its own has been written in the form of a template.
     is_bare = any(row.chat is None and not any(token in row.prompt for token in special) for row in every)
     report = report.model_copy(update={"is_bypassed": is_for_chat and is_bare, "references": of_references})
