@@ -96,13 +96,14 @@ class RunModels:
         was at the start of the loop.
 
         Raises:
-            BadConfig: that model has fewer tokens than the policy.
+            BadConfig: the named model has fewer tokens than the policy.
         """
         if not loop.algorithm.reference:
             return None
-        folder = Path(loop.spec.reference) if loop.spec.reference else self.before(loop)
-        model = self._causal_lm(folder)
-        self._require_vocabulary(model, folder)
+        named = loop.spec.reference
+        model = self._causal_lm(Path(named) if named else self.before(loop))
+        if named:
+            self._require_vocabulary(model, named)
         reference = PolicyModel(model, tried=False, sequence=self._ranks.sequence).requires_grad_(False).eval()
         split_frozen(reference, self._spec.model.dtype, self._ranks, self._spec.native_trainer, self.beat)
         reference.try_passes()
@@ -145,8 +146,8 @@ class RunModels:
         self._place(model)
         return model
 
-    def _require_vocabulary(self, model: PreTrainedModel, folder: Path) -> None:
-        """Refuse a reference without an embedding for every token that the policy may sample."""
+    def _require_vocabulary(self, model: PreTrainedModel, folder: str) -> None:
+        """Refuse another reference without an embedding for every token that the policy may sample."""
         policy: Any = dropout_free_config(self._initial).get_text_config()
         embeddings: Any = model.get_input_embeddings()
         size, needed = embeddings.weight.shape[0], policy.vocab_size
