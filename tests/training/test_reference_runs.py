@@ -45,10 +45,11 @@ def students_of(group: TrainingGroup) -> dict[str, str]:
     algorithm = {"name": "distillation", "prompts_per_step": 32}
     spec = spec_of(algorithm, teacher)
     results["student"] = group.train("student", spec)
-    for name, sections in {
+    variants: dict[str, dict[str, Any]] = {
         "split": {"trainer": {"zero_stage": 3}},
         "adapted": {"model": {"config": ONE_LAYER, "lora": {"rank": 4}}},
-    }.items():
+    }
+    for name, sections in variants.items():
         results[name] = group.train(name, spec_of(algorithm, teacher, **sections))
     larger = {"config": {**ONE_LAYER, "vocab_size": 5000}}
     results["more tokens"] = group.train("more-tokens", spec_of(algorithm, teacher, model=larger))
