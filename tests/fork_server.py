@@ -2,12 +2,15 @@
 
 import multiprocessing
 import os
+import site
 from collections import defaultdict
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from multiprocessing.forkserver import ForkServer
 from pathlib import Path
 from unittest import mock
+
+from rlhf_core.schemas.content import ContentReport
 
 PRELOADED = "preloaded"
 WITH_VLLM = "preloaded_vllm"
@@ -29,3 +32,16 @@ def fork_server(preloaded: str = PRELOADED) -> ForkServerContext:
         server.ensure_running()
     forkserver.connect_to_new_process = server.connect_to_new_process
     return multiprocessing.get_context("forkserver")
+
+
+def content_report(spec: Path, code: Path) -> ContentReport:
+    """Answer of the command ``check-content``, which takes longer to import what it needs than to check a small spec.
+
+    Args:
+        spec: file of the spec.
+        code: folder to import the user's functions from.
+    """
+    from rlhf_core.training.probes.content import check_content
+
+    with fork_server().Pool(1, site.addsitedir, (str(code),)) as pool:
+        return pool.apply(check_content, (spec,))

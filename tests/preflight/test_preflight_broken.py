@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from control_fakes import FakeScheduler
+from fork_server import content_report
 from test_preflight_checks import healthy
 from test_preflight_command import SIDE, command
 
@@ -132,9 +133,11 @@ def answer_for_all(*command: str) -> dict[str, Any] | str:
     return query_program(command, lambda: None)
 
 
-def ask(command: Sequence[str], *more: Any, **limits: Any) -> dict[str, Any] | str:
+def ask(command: Sequence[str], *_: Any, **limits: Any) -> dict[str, Any] | str:
     """Ask about the content of each preset, and only once about the interpreter and the functions of all presets."""
-    return query_program(command, *more, **limits) if "check-content" in command else answer_for_all(*command)
+    if "check-content" not in command:
+        return answer_for_all(*command)
+    return content_report(Path(command[command.index("--spec") + 1]), FOLDER / "files").model_dump()
 
 
 @pytest.mark.training

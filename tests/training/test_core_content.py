@@ -2,7 +2,6 @@
 
 import json
 import os
-import site
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 from control_fakes import make_spec
 from core_models import char_tokenizer
-from fork_server import fork_server
+from fork_server import content_report
 from turn_tools import TOOL_TEMPLATE
 
 from rlhf_core.schemas.changes import with_changes
@@ -21,7 +20,7 @@ from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.data.loading import completion_lengths, prompt_tokens
 from rlhf_core.training.data.tokenizer_cores import build_core
 from rlhf_core.training.data.tokenizers import CHAT_TEMPLATE, build_tokenizer
-from rlhf_core.training.probes.content import check_content, functions_to_try
+from rlhf_core.training.probes.content import functions_to_try
 from rlhf_core.training.probes.tokenizer import CoreTokenizer, check_tokenizer, difference_of_reference
 from rlhf_core.training.types import Row
 
@@ -48,13 +47,12 @@ def written(spec: RunSpec, tmp_path: Path, code: str) -> Path:
     return path
 
 
-def report_with_transformers(spec: RunSpec, tmp_path: Path, code: str = "") -> ContentReport:
-    """The same report from a process that has imported transformers already, which takes the command seconds."""
-    with fork_server().Pool(1, site.addsitedir, (str(tmp_path),)) as pool:
-        return pool.apply(check_content, (written(spec, tmp_path, code),))
+def report_of(spec: RunSpec, tmp_path: Path, code: str = "") -> ContentReport:
+    """The report of the command, without a process of its own."""
+    return content_report(written(spec, tmp_path, code), tmp_path)
 
 
-def report_of(spec: RunSpec, tmp_path: Path, code: str = "", before: tuple[str, ...] = ()) -> ContentReport:
+def report_of_command(spec: RunSpec, tmp_path: Path, code: str = "", before: tuple[str, ...] = ()) -> ContentReport:
     """Answer of the command."""
     path = written(spec, tmp_path, code)
     command = [sys.executable, "-m", "rlhf_core.worker", "check-content", "--spec", str(path)]
@@ -77,7 +75,7 @@ def with_files(tmp_path: Path, rows: list[dict[str, Any]], held: list[dict[str, 
 
 
 def test_a_healthy_run_within_the_limits_of_a_login_node(tmp_path: Path) -> None:
-    report = report_of(make_spec(), tmp_path, before=LOGIN_NODE)
+    report = report_of_command(make_spec(), tmp_path, before=LOGIN_NODE)
     train, held = report.splits
     assert (train.problem, train.num_rows, train.is_whole) == ("", 2000, False)
     assert (held.num_rows, held.is_whole, held.columns) == (512, True, ("answer", "prompt"))
@@ -163,7 +161,7 @@ def rows(split, seed):
         raise KeyError("no such split")
     return open("rows.json").readlines()
 """
-    report = report_of(make_spec(data={"generator": "my_data:rows"}), tmp_path, code)
+    report = report_of_command(make_spec(data={"generator": "my_data:rows"}), tmp_path, code)
     train, held = report.splits
     assert train.problem == "KeyError: 'no such split'"
     assert "'rows.json'; code of a run does not start in your folder" in held.problem
@@ -237,7 +235,7 @@ def test_texts_that_go_past_the_chat_template_are_noticed(tmp_path: Path) -> Non
     for prompt, is_bypassed in (("a", True), ("a<|im_end|>", False)):
         rows = [{"prompt": prompt, "answer": "b"}]
         spec = with_files(tmp_path, rows, rows, model={"tokenizer": str(tmp_path / "tokenizer")})
-        report = report_with_transformers(spec, tmp_path)
+        report = report_of(spec, tmp_path)
         assert report.tokenizer is not None
         assert report.tokenizer.is_bypassed == is_bypassed, "prompts may be written in the form of the template"
 
@@ -254,7 +252,7 @@ def test_conversations_that_the_template_refuses_are_counted(tmp_path: Path) -> 
     tools: list[dict[str, Any]] = [{**rows[0], "tools": tools} for tools in ([{"name": "add"}], "[{}]", [], "[]", None)]
     model = {"tokenizer": str(tmp_path / "tokenizer")}
     spec = with_files(tmp_path, rows, tools, model=model, data={"template_args": {"many": 1, "thinks": False}})
-    report = report_with_transformers(spec, tmp_path)
+    report = report_of(spec, tmp_path)
     assert [split.num_unused_tools for split in report.splits] == [0, 2]
     assert report.tokenizer is not None
     assert (report.tokenizer.unread_arguments, report.tokenizer.is_bypassed) == (("thinks",), False)
@@ -309,7 +307,7 @@ def test_tools_and_environments_are_tried(tmp_path: Path, size: str, template: s
     turns = {"tools": ["my_data:search"], "environment": "my_data:Folder", "max_turn_tokens": 4}
     model = {"tokenizer": str(tmp_path / "tokenizer")}
     spec = with_files(tmp_path, rows, rows, model=model, rollout={"turns": turns}, data={"max_prompt_tokens": 200})
-    report = (report_with_transformers if problem else report_of)(spec, tmp_path, code=TOOLS)
+    report = (report_of if problem else report_of_command)(spec, tmp_path, code=TOOLS)
     assert report.turns is not None
     assert problem in report.turns.problem
     assert bool(report.turns.problem) == bool(problem)
@@ -340,7 +338,7 @@ def test_the_tokenizer_of_a_reference_is_compared_with_that_of_the_policy(tmp_pa
     main = {"algorithm": {"name": "distillation"}, "reference": str(other), "optimizer": {"learning_rate": 1e-4}}
     spec = with_changes(spec, {"loops.main": {"num_steps": 1, **main}})
     code = "def rows(split, seed):\n    return [{'prompt': '12>', 'answer': '1'}] * 40\n"
-    report = report_with_transformers(spec, tmp_path, code).tokenizer
+    report = report_of(spec, tmp_path, code).tokenizer
     assert report is not None
     assert list(report.references) == ["loops.main.reference"]
     assert report.problem == ""
