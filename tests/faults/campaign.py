@@ -15,6 +15,7 @@ repeated as a whole. At the end the table goes to the terminal and into docs/ben
 
 import argparse
 import json
+import os
 import random
 import shutil
 import sys
@@ -38,13 +39,14 @@ from fault_engines import SPLIT_PREFIX as OF_SPLIT
 from fault_inject import Place, Truth
 from fault_measure import Row, all_incidents, measure, measure_gone, same_parameters
 from fault_runs import DisturbedSite, Stuck, engines, steps
-from fault_services import Cluster, PrefectServer, has_memory_groups, left_behind, memory_group, small_disk
+from fault_services import Cluster, has_memory_groups, left_behind, memory_group
 from fault_soon import PREFIX, soon_scenarios
 from fault_table import markdown, write_between
 from fault_wrapped import PREFIX as OF_SCRIPTS
 from fault_wrapped import wrapped_scenarios
 from postgres_server import PostgresServer
-from sites import last_step
+from sites import Site, last_step
+from small_disk import small_disk
 
 from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir.checkpoint import checksum
@@ -138,11 +140,12 @@ class Campaign:
                 stack.callback(place.postgres.remove)
                 site.database_url = place.postgres.url()
             if "prefect" in scenario.needs:
-                place.prefect = PrefectServer(home / "prefect-server")
-                stack.callback(place.prefect.stop)
-                site.variables["PREFECT_API_URL"] = place.prefect.url
+                place.prefect = stack.enter_context(Site(home / "prefect-server").running(services=False))
+                place.prefect.serve("server")
+                own = {"PREFECT_API_URL": place.prefect.api, "PREFECT_API_AUTH_STRING": place.prefect.password}
+                site.variables |= own
             if "small_disk" in scenario.needs:
-                site.variables["RLHF_RUNS"] = str(stack.enter_context(small_disk(home / "small", 5)))
+                site.variables["RLHF_RUNS"] = str(stack.enter_context(small_disk(home / "small", "5m")))
             if "memory_group" in scenario.needs:
                 place.memory_group = stack.enter_context(memory_group(home.name))
             if self.cluster is not None:
@@ -326,7 +329,9 @@ def main() -> None:
 
 
 def _go_on(campaign: Campaign, options: argparse.Namespace) -> None:
-    available = {"postgres", "prefect", "small_disk"} | ({"slurm"} if campaign.cluster else set())
+    available = {"postgres", "prefect"} | ({"slurm"} if campaign.cluster else set())
+    if os.geteuid() == 0:  # it is mounted
+        available.add("small_disk")
     available |= {"namespaces"} if options.namespaces else set()
     if has_memory_groups():
         available.add("memory_group")

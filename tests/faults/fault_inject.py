@@ -18,9 +18,9 @@ from pathlib import Path
 
 import psutil
 from fault_runs import DisturbedSite, Stuck, agent_pids, engine_parts, engines, program_ranks, workers
-from fault_services import Cluster, PrefectServer
+from fault_services import Cluster
 from postgres_server import PostgresServer
-from sites import last_step
+from sites import Site, last_step
 
 from rlhf_core.files.appended import read_models
 from rlhf_core.files.whole import read_model
@@ -52,7 +52,7 @@ class Place:
     chance: random.Random
     cluster: Cluster | None = None
     postgres: PostgresServer | None = None
-    prefect: PrefectServer | None = None
+    prefect: Site | None = None
     memory_group: Path | None = None
 
     def truth(self, rank: int | None = None, node: str | None = None) -> Truth:
@@ -322,7 +322,7 @@ def database_away(place: Place) -> Truth:
 def prefect_away(place: Place) -> Truth:
     """Take the Prefect server away for 60 s."""
     assert place.prefect is not None
-    return _away(place, place.prefect.stop, place.prefect.start, 60)
+    return _away(place, partial(place.prefect.kill, "server"), partial(place.prefect.serve, "server"), 60)
 
 
 def kill_flow(place: Place) -> Truth:

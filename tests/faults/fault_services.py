@@ -1,25 +1,19 @@
-"""Services under a run that a fault can take away: the cluster, a database server, a Prefect server, a small disk."""
+"""Surroundings of a run that a fault can take away: the cluster, and memory."""
 
 import contextlib
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
-from prefect_template import give_prefect_database
-from process_tools import free_port, until
+from process_tools import until
 from slurm_cluster import throwaway
 
-from rlhf_core.machine.parent_death import die_with_parent
 from rlhf_core.schemas.resources import JOB_VARIABLE
 
 
@@ -39,62 +33,6 @@ def _processes_of(run_id: str) -> Iterator[str]:
             marker = process.environ().get(JOB_VARIABLE, "")
             if marker.startswith(f"{run_id}/") and process.status() != psutil.STATUS_ZOMBIE:
                 yield f"{process.pid} ({' '.join(process.cmdline())[:80]})"
-
-
-class PrefectServer:
-    """A Prefect server, on a fixed port."""
-
-    def __init__(self, folder: Path) -> None:
-        give_prefect_database(folder)
-        self._folder = folder
-        self._port = free_port()
-        self._process: subprocess.Popen[bytes] | None = None
-        self.start()
-
-    @property
-    def url(self) -> str:
-        """Address of the server, in the form of ``PREFECT_API_URL``."""
-        return f"http://127.0.0.1:{self._port}/api"
-
-    def start(self) -> None:
-        """Start the server, and wait until it answers."""
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(self._port)],
-            cwd=self._folder,
-            env={**os.environ, "PREFECT_HOME": str(self._folder), "PREFECT_SERVER_ANALYTICS_ENABLED": "false"},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            preexec_fn=die_with_parent,
-        )
-
-        def answers() -> bool:
-            try:
-                with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
-                    return bool(answer.status == 200)
-            except (urllib.error.URLError, OSError):
-                return False
-
-        until(answers, "the Prefect server", 180)
-
-    def stop(self) -> None:
-        """SIGKILL the server and the processes that it started."""
-        if self._process is not None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-
-
-@contextmanager
-def small_disk(mount: Path, megabytes: int) -> Iterator[Path]:
-    """A small file system in memory, which is soon full. Needs root."""
-    mount.mkdir(parents=True)
-    size = f"size={megabytes}m"
-    subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(mount)], check=True, capture_output=True)
-    try:
-        yield mount
-    finally:
-        subprocess.run(["umount", "-l", str(mount)], check=True)
 
 
 MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")

@@ -10,7 +10,6 @@ import importlib
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -78,12 +77,14 @@ def launch(
         with_vllm: fork from a process that has imported vLLM, too.
         arguments: passed on as JSON.
     """
+    from process_tools import free_port  # here, because a rank that runs as a separate program lacks its folder
+
     scratch.mkdir(parents=True, exist_ok=True)
     target = f"{scenario.__module__}:{scenario.__name__}"
     shared = {
         "WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": os.pathsep.join([*map(str, PATHS), os.environ.get("PYTHONPATH", "")]),
@@ -119,8 +120,7 @@ def _started(prefix: tuple[str, ...], words: tuple[str, ...], environment: dict[
 
 
 def _forked(words: tuple[str, ...], environment: dict[str, str], output: Path, *, with_vllm: bool) -> Started:
-    # Here, because a rank that runs as a separate program does not have its folder.
-    from fork_server import PRELOADED, WITH_VLLM, fork_server
+    from fork_server import PRELOADED, WITH_VLLM, fork_server  # here, as above
 
     process = fork_server(WITH_VLLM if with_vllm else PRELOADED).Process(
         target=_rank, args=(words, environment, output)
@@ -159,13 +159,6 @@ def _result(scratch: Path, rank: int, exit_code: int) -> RankResult:
     content: Any = json.loads(path.read_text()) if path.exists() else {"value": None, "error": "(killed)"}
     output = (scratch / f"output-{rank}.txt").read_text(errors="replace")
     return RankResult(exit_code, content["value"], content["error"], output)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 # ---------------------------------------------------------------------------------------------------------------------
