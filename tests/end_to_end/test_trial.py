@@ -1,8 +1,9 @@
 """A trial of a change on this machine, with real workers, before the run itself starts."""
 
 import pytest
-from site_files import options
-from sites import Site
+from process_tools import until
+from site_files import options, write_pretended_agent
+from sites import TIMEOUT_S, Site, go
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.training]
 
@@ -20,9 +21,17 @@ SHORT = (*options("loops.warm_start.num_steps=1", "loops.main.num_steps=4", "eva
 TRIAL = ("--set", "preflight.trial=run", "--set", "preflight.trial_steps=1", *SHORT)
 
 
+def before_the_change(site: Site, config: str) -> None:
+    """Make a run that completes, without workers: only its settings and its end count."""
+    write_pretended_agent(site.home / "python")
+    process = site.start("run", config, *SHORT, RLHF_COMPUTE_PYTHON=str(site.home / "python"))
+    go(until(lambda: next(iter(site.runs()), None), "the run directory"))
+    assert process.wait(TIMEOUT_S) == 0, process.communicate()
+
+
 def test_a_change_gets_a_trial_and_a_broken_one_costs_only_its_trial(site: Site) -> None:
     config = site.config({"resources.ranks_per_node": 1})
-    site.rlhf("run", config, *SHORT)
+    before_the_change(site, config)
     (site.home / "broken.py").write_text(BREAKS)
 
     broken = site.rlhf("run", config, "--set", 'reward.functions=["broken:score"]', *TRIAL, code=2)
