@@ -6,7 +6,8 @@ weights and its tokenizer: one token per word, ``w17`` for number 17.
 
 import json
 import random
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,19 @@ def finished(result: Any) -> Any:
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return result
+
+
+def timed(name: str, parts: dict[str, float], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the duration of a function to the part with this name."""
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        started = time.monotonic()
+        try:
+            return finished(function(*args, **kwargs))
+        finally:
+            parts[name] += time.monotonic() - started
+
+    return wrapped
 
 
 def _words(draw: random.Random, count: int, vocabulary: int) -> list[int]:

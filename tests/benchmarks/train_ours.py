@@ -105,8 +105,8 @@ def main(folder: Path, threads: int) -> None:
     else:
         transformers_engine.generate = partial(roll_out, given=given)
     parts: dict[str, float] = defaultdict(float)
-    Engine.__call__ = timed("forward", parts, Engine.__call__)
-    Engine.backward = timed("backward", parts, Engine.backward)
+    Engine.__call__ = train_load.timed("forward", parts, Engine.__call__)
+    Engine.backward = train_load.timed("backward", parts, Engine.backward)
     stamps: list[tuple[float, float, dict[str, float]]] = []
     most = load["steps"] if load["on_gpu"] else None
     StepMetrics.reduced = stamped(stamps, parts, StepMetrics.reduced, most)
@@ -149,19 +149,6 @@ def stamped(
         stamps.append((time.monotonic(), time.process_time(), dict(parts)))
         parts.clear()
         return answer
-
-    return wrapped
-
-
-def timed(name: str, parts: dict[str, float], function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the duration of a function to the part with this name."""
-
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        started = time.monotonic()
-        try:
-            return train_load.finished(function(*args, **kwargs))
-        finally:
-            parts[name] += time.monotonic() - started
 
     return wrapped
 

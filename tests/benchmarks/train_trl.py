@@ -36,18 +36,6 @@ class Clock(TrainerCallback):
         """Begin a step."""
         self._ended, self._processor = time.monotonic(), time.process_time()
 
-    def timed(self, name: str, function: Any) -> Any:
-        """Add the duration of a function to the part with this name."""
-
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            started = time.monotonic()
-            try:
-                return train_load.finished(function(*args, **kwargs))
-            finally:
-                self.parts[name] += time.monotonic() - started
-
-        return wrapped
-
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """Close a step."""
         now, processor = time.monotonic(), time.process_time()
@@ -101,16 +89,16 @@ def main(folder: Path, threads: int) -> None:
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32),
         args=GRPOConfig(**options),
-        reward_funcs=clock.timed("reward", rewards),
+        reward_funcs=train_load.timed("reward", clock.parts, rewards),
         train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in load["texts"]]),
         processing_class=AutoTokenizer.from_pretrained(folder / "model"),
         callbacks=[clock],
-        **({} if load["generate"] else {"rollout_func": clock.timed("rollout", roll_out)}),
+        **({} if load["generate"] else {"rollout_func": train_load.timed("rollout", clock.parts, roll_out)}),
     )
     if load["generate"]:
-        trainer._generate_single_turn = clock.timed("rollout", trainer._generate_single_turn)
-    trainer._compute_loss = clock.timed("forward", trainer._compute_loss)
-    trainer.accelerator.backward = clock.timed("backward", trainer.accelerator.backward)
+        trainer._generate_single_turn = train_load.timed("rollout", clock.parts, trainer._generate_single_turn)
+    trainer._compute_loss = train_load.timed("forward", clock.parts, trainer._compute_loss)
+    trainer.accelerator.backward = train_load.timed("backward", clock.parts, trainer.accelerator.backward)
     clock.begin()
     trainer.train()
     print(json.dumps({"steps": clock.steps, **train_load.peak_memory(before, load["on_gpu"])}))
