@@ -5,13 +5,14 @@ from collections.abc import Iterator
 import rlhf_core.preflight.checks  # noqa: F401 - importing it registers the checks
 from generators.shared import GENERATED, cell
 from rlhf_core.config import loading as config
-from rlhf_core.diagnosis.nodes.checks import NODE_CHECKS
+from rlhf_core.diagnosis.nodes.checks import NodeCheck
 from rlhf_core.preflight.gather_facts import gather_for_predictions
 from rlhf_core.preflight.known_bad_versions import KNOWN_BAD
 from rlhf_core.preflight.memory.gpus import GIB, GPU_MEMORY_GB
 from rlhf_core.preflight.predictions import Predictions, predict
 from rlhf_core.preflight.registry import CHECKS, PLUGINS
 from rlhf_core.presets import PRESETS
+from rlhf_core.schemas.base import strings_under_names
 from rlhf_core.schemas.cluster import SlurmSpec
 from rlhf_core.schemas.resources import Inventory
 
@@ -218,7 +219,8 @@ def preflight() -> str:
     checks = [f"| `{one.id}` | {cell(one.prevents)} |" for one in CHECKS]
     parts = [GENERATED, PREFLIGHT.format(rows=2000), *head, *checks]
     parts += [PROBE, *head]
-    parts += [f"| `{one.id}` | {cell(one.prevents)} |" for one in NODE_CHECKS]
+    of_nodes = strings_under_names(NodeCheck)
+    parts += [f"| `{one}` | {cell(of_nodes[one.name])} |" for one in NodeCheck]
     gpus = [f"| `{name}` | {' or '.join(map(str, sizes))} |" for name, sizes in sorted(GPU_MEMORY_GB.items())]
     parts.append(OFF.format(group=PLUGINS) + MEMORY.format(predicted="\n".join(_predicted())) + "\n".join(gpus))
     parts.append(VERSIONS + "\n".join(_known_bad(only_commands=False)))

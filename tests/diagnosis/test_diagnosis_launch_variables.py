@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf_core.diagnosis.nodes.checks import LAUNCH, Plan, compare
+from rlhf_core.diagnosis.nodes.checks import NodeCheck, Plan, compare
 from rlhf_core.schemas.checks import CheckStatus
 from rlhf_core.schemas.probe import NodeFacts
 
@@ -17,7 +17,7 @@ def troubles(name: str, values: str, ranks_per_node: int = 1, present: tuple[int
         if index in present
     }
     found = compare(facts, {}, Plan(NAMES, ranks_per_node))
-    bad = [one for one in found if one.id == LAUNCH.id and one.status is not CheckStatus.PASSED]
+    bad = [one for one in found if one.id == NodeCheck.LAUNCH and one.status is not CheckStatus.PASSED]
     assert all(one.expected and one.advice for one in bad)
     return [f"{one.status} {one.node or 'run'}: {one.found}" for one in bad]
 

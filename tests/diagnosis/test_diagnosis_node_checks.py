@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.diagnosis.nodes.checks import NODE_CHECKS, Plan, compare
+from rlhf_core.diagnosis.nodes.checks import NodeCheck, Plan, compare
 from rlhf_core.diagnosis.nodes.differences import differences
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.probe import NodeFacts
@@ -38,7 +38,7 @@ def test_nodes_that_have_the_same_are_well() -> None:
     """Negative control of this file; values that name the node itself also differ on healthy nodes."""
     found = compare(facts(n2={"variables": {"HOSTNAME": "y", "SLURMD_NODENAME": "n2"}}), {}, PLAN)
     assert troubles(found) == []
-    assert {one.id for one in found} <= {check.id for check in NODE_CHECKS}
+    assert {one.id for one in found} <= {*NodeCheck}
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from amd_node import BUSES, GIB, device, make_amd_node, topology_node, write
 from control_fakes import make_run, make_spec
 
-from rlhf_core.diagnosis.nodes import checks as node_checks
+from rlhf_core.diagnosis.nodes.checks import NodeCheck
 from rlhf_core.machine import amd_gpus
 from rlhf_core.machine.amd_gpus import AmdGpus
 from rlhf_core.schemas.checks import CheckStatus
@@ -118,7 +118,7 @@ def gather(tmp_path: Path) -> NodeFacts:
 
 
 def health(facts: NodeFacts) -> list[tuple[CheckStatus, str, str]]:
-    return [(one.status, one.found, one.advice) for one in facts.complaints if one.id == node_checks.GPU_HEALTH.id]
+    return [(one.status, one.found, one.advice) for one in facts.complaints if one.id == NodeCheck.GPU_HEALTH]
 
 
 def test_a_node_with_amd_gpus_is_accepted(node: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from control_fakes import make_run
 
-from rlhf_core.diagnosis.nodes.checks import TRAINER, Plan, compare
+from rlhf_core.diagnosis.nodes.checks import NodeCheck, Plan, compare
 from rlhf_core.files import fingerprints
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.checks import CheckStatus
@@ -88,7 +88,7 @@ def test_a_node_without_the_environment_is_reported(run_dir: RunDir, tmp_path: P
     folder = make_environment(tmp_path / "venv", "1.16.0")
     assert trainer_facts.gather(run_dir, spec_of(["trl"], environment=str(folder))).complaints == ()
     (missing,) = trainer_facts.gather(run_dir, spec_of(["swift", "rlhf"], environment=str(folder))).complaints
-    assert (missing.id, missing.status) == (TRAINER.id, CheckStatus.BLOCKED)
+    assert (missing.id, missing.status) == (NodeCheck.TRAINER, CheckStatus.BLOCKED)
     assert "swift: not found" in missing.found
     shutil.rmtree(folder)
     (gone,) = trainer_facts.gather(run_dir, spec_of(["trl"], environment=str(folder))).complaints

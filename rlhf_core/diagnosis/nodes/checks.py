@@ -8,6 +8,7 @@ deviating node and the difference.
 import fnmatch
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 from rlhf_core.diagnosis.nodes.differences import ABSENT, by_value, differences
 from rlhf_core.diagnosis.nodes.launch_variables import LAUNCHING, MEETING, contradictions
@@ -17,86 +18,59 @@ from rlhf_core.schemas.probe import NodeFacts
 from rlhf_core.text.formatting import listed
 
 
-@dataclass(frozen=True)
-class NodeCheck:
-    """A check made on nodes."""
+class NodeCheck(StrEnum):
+    """Checks made on nodes, in the order in which they are shown. The sentence of each member is part of
+    docs/preflight.md."""
 
-    id: str
-    prevents: str
-    """Purpose of the check, in a sentence."""
+    MISSING = "node.missing"
+    """A missing node makes all others wait in the rendezvous until it times out."""
+    IDENTITY = "node.identity"
+    """Two nodes with the same identity, or a node configured as the only one, never form one world."""
+    LAUNCH = "node.launch"
+    """Differing NNODES, NODE_RANK or NPROC_PER_NODE make two worlds, or one that is never complete (ms-swift #3695)."""
+    VARIABLES = "node.variables"
+    """An NCCL, CUDA or torch variable set on only one node lets ranks choose different algorithms."""
+    VERSIONS = "node.versions"
+    """Different package versions use different protocols or compute different results."""
+    CONTENT = "node.content"
+    """A node that reads different code, data, config or tokenizer files takes different branches and hangs."""
+    TRAINER = "node.trainer"
+    """A node without the environment or program of an external trainer ends every attempt at once."""
+    HARDWARE = "node.hardware"
+    """A node with 7 GPUs among nodes with 8, or with slower GPUs, holds up all the others."""
+    GPU_HEALTH = "node.gpu_health"
+    """A GPU with uncorrected errors or an XID fails again, some steps later."""
+    DISK = "node.disk"
+    """A full temporary folder or shared memory ends a rank when it first writes there."""
+    LIMITS = "node.limits"
+    """Limits on open files or locked memory cause NCCL errors that do not mention them."""
+    CLOCK = "node.clock"
+    """A wrong clock breaks certificates, build caches and the order of events."""
+    SHARED_FILES = "node.shared_files"
+    """A node that does not see the run directory can neither load nor save."""
+    NETWORK = "node.network"
+    """An address on no interface makes the rendezvous time out."""
+    PTRACE = "node.ptrace"
+    """If processes must not be traced, the stack of a hung rank cannot be read."""
+    PLUGIN = "node.plugin"
+    """Checks that a site makes on its nodes (entry points `rlhf_flows.node_checks`)."""
+    ANSWER = "probe.answer"
+    """A rank that does not finish a small measurement would hang the training."""
+    LATE = "probe.late"
+    """If all ranks get no further than the same step, without an error, training would not start either."""
+    MATMUL = "probe.matmul"
+    """One slow device holds up every step of all the others."""
+    BANDWIDTH = "probe.bandwidth"
+    """One slow link sets the pace of every all-reduce (NeMo-RL #3670)."""
+    LATENCY = "probe.latency"
+    """Delays of small messages add up over the thousands of collectives in a step."""
+    ALL_REDUCE = "probe.all_reduce"
+    """An all-reduce with a wrong sum trains on noise, silently."""
+    ALL_GATHER = "probe.all_gather"
+    """An all-gather with wrong or swapped parts mixes up the ranks' data."""
 
 
-MISSING = NodeCheck("node.missing", "A missing node makes all others wait in the rendezvous until it times out.")
-IDENTITY = NodeCheck(
-    "node.identity",
-    "Two nodes with the same identity, or a node configured as the only one, never form one world.",
-)
-LAUNCH = NodeCheck(
-    "node.launch",
-    "Differing NNODES, NODE_RANK or NPROC_PER_NODE make two worlds, or one that is never complete (ms-swift #3695).",
-)
-VARIABLES = NodeCheck(
-    "node.variables", "An NCCL, CUDA or torch variable set on only one node lets ranks choose different algorithms."
-)
-VERSIONS = NodeCheck(
-    "node.versions", "Different package versions use different protocols or compute different results."
-)
-CONTENT = NodeCheck(
-    "node.content",
-    "A node that reads different code, data, config or tokenizer files takes different branches and hangs.",
-)
-TRAINER = NodeCheck(
-    "node.trainer", "A node without the environment or program of an external trainer ends every attempt at once."
-)
-HARDWARE = NodeCheck(
-    "node.hardware", "A node with 7 GPUs among nodes with 8, or with slower GPUs, holds up all the others."
-)
-GPU_HEALTH = NodeCheck("node.gpu_health", "A GPU with uncorrected errors or an XID fails again, some steps later.")
-DISK = NodeCheck("node.disk", "A full temporary folder or shared memory ends a rank when it first writes there.")
-LIMITS = NodeCheck("node.limits", "Limits on open files or locked memory cause NCCL errors that do not mention them.")
-CLOCK = NodeCheck("node.clock", "A wrong clock breaks certificates, build caches and the order of events.")
-SHARED_FILES = NodeCheck("node.shared_files", "A node that does not see the run directory can neither load nor save.")
-NETWORK = NodeCheck("node.network", "An address on no interface makes the rendezvous time out.")
-PTRACE = NodeCheck("node.ptrace", "If processes must not be traced, the stack of a hung rank cannot be read.")
-PLUGIN = NodeCheck("node.plugin", "Checks that a site makes on its nodes (entry points `rlhf_flows.node_checks`).")
-ANSWER = NodeCheck("probe.answer", "A rank that does not finish a small measurement would hang the training.")
-LATE = NodeCheck(
-    "probe.late", "If all ranks get no further than the same step, without an error, training would not start either."
-)
-MATMUL = NodeCheck("probe.matmul", "One slow device holds up every step of all the others.")
-BANDWIDTH = NodeCheck("probe.bandwidth", "One slow link sets the pace of every all-reduce (NeMo-RL #3670).")
-LATENCY = NodeCheck("probe.latency", "Delays of small messages add up over the thousands of collectives in a step.")
-ALL_REDUCE = NodeCheck("probe.all_reduce", "An all-reduce with a wrong sum trains on noise, silently.")
-ALL_GATHER = NodeCheck("probe.all_gather", "An all-gather with wrong or swapped parts mixes up the ranks' data.")
-
-NODE_CHECKS = (
-    MISSING,
-    IDENTITY,
-    LAUNCH,
-    VARIABLES,
-    VERSIONS,
-    CONTENT,
-    TRAINER,
-    HARDWARE,
-    GPU_HEALTH,
-    DISK,
-    LIMITS,
-    CLOCK,
-    SHARED_FILES,
-    NETWORK,
-    PTRACE,
-    PLUGIN,
-    ANSWER,
-    LATE,
-    MATMUL,
-    BANDWIDTH,
-    LATENCY,
-    ALL_REDUCE,
-    ALL_GATHER,
-)
-"""Every check on nodes, in the order in which they are shown."""
-
-NEVER_OFF = frozenset({MISSING.id, IDENTITY.id})
+NEVER_OFF = frozenset({NodeCheck.MISSING, NodeCheck.IDENTITY})
 """Checks that cannot be disabled: the attempt cannot run without that node."""
 
 
@@ -178,24 +152,36 @@ def compare(facts: Mapping[int, NodeFacts], ahead_s: Mapping[int, float], plan: 
     found += _variables(there, plan)
     found += _versions(there)
     found += _differing(
-        CONTENT, {one.node: one.content for one in there.values()}, CheckStatus.BLOCKED, _CONTENT_ADVICE
+        NodeCheck.CONTENT, {one.node: one.content for one in there.values()}, CheckStatus.BLOCKED, _CONTENT_ADVICE
     )
     found += _hardware(there, plan)
     found += _clocks(there, ahead_s, plan)
     troubled = {result.id for result in found}
     compared = f"the same on all {len(there)} nodes" if len(there) > 1 else "one node, nothing to compare with"
-    agreed = (LAUNCH, VARIABLES, VERSIONS, CONTENT, HARDWARE, CLOCK)
-    found += [passed(check, compared) for check in agreed if check.id not in troubled]
-    own = (GPU_HEALTH, DISK, LIMITS, SHARED_FILES, NETWORK, PTRACE)
-    found += [passed(check, f"passed on all {len(there)} nodes") for check in own if check.id not in troubled]
+    agreed = (
+        NodeCheck.LAUNCH,
+        NodeCheck.VARIABLES,
+        NodeCheck.VERSIONS,
+        NodeCheck.CONTENT,
+        NodeCheck.HARDWARE,
+        NodeCheck.CLOCK,
+    )
+    found += [passed(check, compared) for check in agreed if check not in troubled]
+    own = (
+        NodeCheck.GPU_HEALTH,
+        NodeCheck.DISK,
+        NodeCheck.LIMITS,
+        NodeCheck.SHARED_FILES,
+        NodeCheck.NETWORK,
+        NodeCheck.PTRACE,
+    )
+    found += [passed(check, f"passed on all {len(there)} nodes") for check in own if check not in troubled]
     return found
 
 
 def blocked(check: NodeCheck, found: str, expected: str, advice: str, node: str = "") -> CheckResult:
     """Report a problem that prevents the use of the node, or of all nodes if it names none."""
-    return CheckResult(
-        id=check.id, status=CheckStatus.BLOCKED, found=found, expected=expected, advice=advice, node=node
-    )
+    return CheckResult(id=check, status=CheckStatus.BLOCKED, found=found, expected=expected, advice=advice, node=node)
 
 
 def warning(check: NodeCheck, found: str, expected: str, advice: str, node: str = "") -> CheckResult:
@@ -205,7 +191,7 @@ def warning(check: NodeCheck, found: str, expected: str, advice: str, node: str 
 
 def passed(check: NodeCheck, found: str) -> CheckResult:
     """Report that the check passed."""
-    return CheckResult(id=check.id, status=CheckStatus.PASSED, found=found)
+    return CheckResult(id=check, status=CheckStatus.PASSED, found=found)
 
 
 def failure_kind(blocking: Sequence[CheckResult]) -> FailureKind:
@@ -214,7 +200,7 @@ def failure_kind(blocking: Sequence[CheckResult]) -> FailureKind:
     Nodes that were all late without an error may only have been slow: their next start finds the files in memory that
     this one had to read.
     """
-    others = [one for one in blocking if one.id != LATE.id]
+    others = [one for one in blocking if one.id != NodeCheck.LATE]
     if not others:
         return FailureKind.RENDEZVOUS
     return FailureKind.NODE_UNFIT if all(one.node for one in others) else FailureKind.CONFIG
@@ -233,7 +219,7 @@ def _differing(
             more = f" and {len(own) - len(shown)} more" if len(own) > len(shown) else ""
             results.append(
                 CheckResult(
-                    id=check.id,
+                    id=check,
                     status=status,
                     found=f"on {node}: " + _listed((one.key, one.odd[node]) for one in shown) + more,
                     expected=_listed((one.key, one.usual or "") for one in shown)
@@ -244,7 +230,7 @@ def _differing(
             )
     results += [
         CheckResult(
-            id=check.id,
+            id=check,
             status=status,
             found=f"{one.key} differs, and no value has a majority: "
             + ", ".join(f"{_short(value)} on {listed(holders, 4)}" for value, holders in by_value(one.odd).items()),
@@ -298,7 +284,7 @@ def missing(reported: Collection[str], plan: Plan) -> list[CheckResult]:
     """Findings about planned nodes that have not reported."""
     return [
         blocked(
-            MISSING,
+            NodeCheck.MISSING,
             f"{name} did not report; {len(reported)} of {len(plan.names)} nodes did",
             "the agents of all nodes",
             f"read the job's log of {name}: its interpreter, container or shared folder may be missing",
@@ -314,10 +300,12 @@ def _launch(facts: Mapping[int, NodeFacts], plan: Plan) -> list[CheckResult]:
     num_ranks = (plan.num_trainer_nodes or len(plan.names)) * plan.ranks_per_node
     for one in contradictions(list(facts.values()), plan.names, plan.ranks_per_node, num_ranks):
         report = blocked if one.is_grave else warning
-        found.append(report(LAUNCH, one.found, one.expected, one.advice, one.node))
+        found.append(report(NodeCheck.LAUNCH, one.found, one.expected, one.advice, one.node))
     for name in MEETING:
         own = {one.node: {name: one.variables.get(name, ABSENT)} for one in facts.values()}
-        found += _differing(LAUNCH, own, CheckStatus.BLOCKED, "set it to the same value on all nodes, or on none")
+        found += _differing(
+            NodeCheck.LAUNCH, own, CheckStatus.BLOCKED, "set it to the same value on all nodes, or on none"
+        )
     return found
 
 
@@ -329,7 +317,7 @@ def _variables(facts: Mapping[int, NodeFacts], plan: Plan) -> list[CheckResult]:
     }
     advice = "set it to the same value on all nodes (slurm.environment), or add it to preflight.per_node_variables"
     return _by_severity(
-        VARIABLES, values, lambda name: _matches(name, MUST_AGREE) and not _matches(name, MAY_DIFFER), advice
+        NodeCheck.VARIABLES, values, lambda name: _matches(name, MUST_AGREE) and not _matches(name, MAY_DIFFER), advice
     )
 
 
@@ -340,7 +328,9 @@ def _versions(facts: Mapping[int, NodeFacts]) -> list[CheckResult]:
         for one in facts.values()
     }
     advice = "install the same environment on all nodes, preferably on a shared file system or in one image"
-    return _by_severity(VERSIONS, values, lambda key: _matches(key.removeprefix(of_trainer), CORE_PACKAGES), advice)
+    return _by_severity(
+        NodeCheck.VERSIONS, values, lambda key: _matches(key.removeprefix(of_trainer), CORE_PACKAGES), advice
+    )
 
 
 def _hardware(facts: Mapping[int, NodeFacts], plan: Plan) -> list[CheckResult]:
@@ -350,7 +340,7 @@ def _hardware(facts: Mapping[int, NodeFacts], plan: Plan) -> list[CheckResult]:
         if num_gpus < plan.gpus_per_node:
             found.append(
                 blocked(
-                    HARDWARE,
+                    NodeCheck.HARDWARE,
                     f"{one.node} has {num_gpus} working GPUs",
                     f"{plan.gpus_per_node}, as planned",
                     "ask the administrators; see `nvidia-smi -L` or `rocm-smi`, and the kernel log (Xid) on the node",
@@ -360,7 +350,7 @@ def _hardware(facts: Mapping[int, NodeFacts], plan: Plan) -> list[CheckResult]:
     short = {result.node for result in found}
     complete = {one.node: one.hardware for one in facts.values() if one.node not in short}
     advice = "request one kind of node (slurm.constraint, slurm.gpu_type): the slowest sets the pace"
-    return found + _by_severity(HARDWARE, complete, lambda key: key == "gpu_types", advice)
+    return found + _by_severity(NodeCheck.HARDWARE, complete, lambda key: key == "gpu_types", advice)
 
 
 def _clocks(facts: Mapping[int, NodeFacts], ahead_s: Mapping[int, float], plan: Plan) -> list[CheckResult]:
@@ -375,7 +365,7 @@ def _clocks(facts: Mapping[int, NodeFacts], ahead_s: Mapping[int, float], plan: 
         if abs(offset) > plan.max_clock_offset_s:
             found.append(
                 blocked(
-                    CLOCK,
+                    NodeCheck.CLOCK,
                     f"the clock of {one.node} is {abs(offset):.1f} s {'ahead' if offset > 0 else 'behind'}",
                     f"at most {plan.max_clock_offset_s:g} s from that of the other nodes",
                     f"start chrony or ntpd on {one.node}; preflight.max_clock_offset_s is the limit",

@@ -9,18 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from rlhf_core.diagnosis.nodes.checks import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ANSWER,
-    BANDWIDTH,
-    LATE,
-    LATENCY,
-    MATMUL,
-    blocked,
-    passed,
-    warning,
-)
+from rlhf_core.diagnosis.nodes.checks import NodeCheck, blocked, passed, warning
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.probe import NodeSpeed, PairSpeed
 
@@ -71,9 +60,12 @@ def judge_speed(
         result for result in _completion(speeds) if result.node or not is_broken or result.status is CheckStatus.PASSED
     ]
     found = [*completion, *devices, *links]
-    if any(result.id == ANSWER.id and result.status is CheckStatus.PASSED for result in found) and len(speeds) > 1:
-        found.append(passed(ALL_REDUCE, "every rank got the correct sum"))
-        found.append(passed(ALL_GATHER, "every rank got all parts"))
+    if (
+        any(result.id == NodeCheck.ANSWER and result.status is CheckStatus.PASSED for result in found)
+        and len(speeds) > 1
+    ):
+        found.append(passed(NodeCheck.ALL_REDUCE, "every rank got the correct sum"))
+        found.append(passed(NodeCheck.ALL_GATHER, "every rank got all parts"))
     return found
 
 
@@ -82,7 +74,7 @@ def needs_second_measurement(results: Iterable[CheckResult]) -> bool:
     return any(result.status is not CheckStatus.PASSED and result.id not in _NEVER_CHANCE for result in results)
 
 
-_NEVER_CHANCE = (ALL_REDUCE.id, ALL_GATHER.id)
+_NEVER_CHANCE = (NodeCheck.ALL_REDUCE, NodeCheck.ALL_GATHER)
 
 
 def better(first: NodeSpeed, second: NodeSpeed) -> NodeSpeed:
@@ -130,7 +122,7 @@ def _completion(speeds: Mapping[int, NodeSpeed]) -> list[CheckResult]:
     }
     wrong = [
         blocked(
-            ALL_REDUCE if problem.startswith("all_reduce:") else ALL_GATHER,
+            NodeCheck.ALL_REDUCE if problem.startswith("all_reduce:") else NodeCheck.ALL_GATHER,
             f"rank {local} of {one.node}: {problem.partition(':')[2].strip()}",
             "the same correct result on every rank",
             "exclude the node; its memory or its network corrupts data",
@@ -143,7 +135,7 @@ def _completion(speeds: Mapping[int, NodeSpeed]) -> list[CheckResult]:
     if wrong:
         return wrong
     if all(place == len(STEPS) - 1 for place in places.values()):
-        return [passed(ANSWER, f"all {len(places)} ranks finished")] if places else []
+        return [passed(NodeCheck.ANSWER, f"all {len(places)} ranks finished")] if places else []
     least = min(places.values())
     slow_nodes = {node for (node, _), place in places.items() if place == least}
     is_everywhere = len(slow_nodes) == len(speeds) and len(speeds) > 1
@@ -164,7 +156,7 @@ def _completion(speeds: Mapping[int, NodeSpeed]) -> list[CheckResult]:
         ranks = ", ".join(map(str, behind))
         found.append(
             blocked(
-                LATE if is_everywhere and not is_explained else ANSWER,
+                NodeCheck.LATE if is_everywhere and not is_explained else NodeCheck.ANSWER,
                 f"rank {ranks} of {one.node} {reached}: {problem or 'no answer in time'}",
                 f"{following} within preflight.probe_s",
                 "read logs/probe-*.log of the attempt's first restart; a firewall between the nodes, a wrong "
@@ -200,15 +192,17 @@ def _matmul(
         earlier = usual.get(one.node, {}).get("matmul_tflops", 0.0)
         if one.matmul_tflops < floors.matmul_tflops:
             expected = f"at least {_tflops(floors.matmul_tflops)} (preflight.min_matmul_tflops)"
-            found.append(blocked(MATMUL, what, expected, advice, one.node))
+            found.append(blocked(NodeCheck.MATMUL, what, expected, advice, one.node))
         elif one.matmul_tflops < floors.relative * compared:
             expected = f"at least {floors.relative:.0%} of the {_tflops(compared)} {whose}"
-            found.append(blocked(MATMUL, what, expected, advice, one.node))
+            found.append(blocked(NodeCheck.MATMUL, what, expected, advice, one.node))
         elif one.matmul_tflops < floors.relative * earlier:
             expected = f"about the {_tflops(earlier)} that this node had before"
-            found.append(warning(MATMUL, what, expected, advice, one.node))
+            found.append(warning(NodeCheck.MATMUL, what, expected, advice, one.node))
     slowest = min(one.matmul_tflops for one in measured)
-    return found or [passed(MATMUL, f"{_tflops(slowest)} to {_tflops(max(one.matmul_tflops for one in measured))}")]
+    return found or [
+        passed(NodeCheck.MATMUL, f"{_tflops(slowest)} to {_tflops(max(one.matmul_tflops for one in measured))}")
+    ]
 
 
 def _tflops(value: float) -> str:
@@ -238,7 +232,7 @@ def _links(
         if speed >= floor and speed < floors.relative * earlier:
             found.append(
                 warning(
-                    BANDWIDTH,
+                    NodeCheck.BANDWIDTH,
                     f"{node}: {_gb_s(speed)} to its fastest neighbour",
                     f"about the {_gb_s(earlier)} that this node had before",
                     "check its network: link width, cable, congestion",
@@ -247,7 +241,9 @@ def _links(
             )
     if not found:
         speeds_ = [edge.gb_s for edge in links]
-        found = [passed(BANDWIDTH, f"{_gb_s(min(speeds_))} to {_gb_s(max(speeds_))} between {len(best)} nodes")]
+        found = [
+            passed(NodeCheck.BANDWIDTH, f"{_gb_s(min(speeds_))} to {_gb_s(max(speeds_))} between {len(best)} nodes")
+        ]
     return [*found, *_latency([edge for edge in links if not edge.problem], floors)]
 
 
@@ -268,7 +264,7 @@ def _blame_links(
         )
         found.append(
             blocked(
-                BANDWIDTH,
+                NodeCheck.BANDWIDTH,
                 f"{node}: {measured_links}",
                 f"at least {_gb_s(floor)}, as between the other nodes",
                 "exclude the node and have its network checked: link width, cable, wrong interface",
@@ -287,7 +283,7 @@ def _blame_links(
             kept, left_out = edge.ends
             found.append(
                 blocked(
-                    BANDWIDTH,
+                    NodeCheck.BANDWIDTH,
                     f"nothing gets through between {kept} and {left_out}: {edge.problem}",
                     "nodes that reach each other",
                     f"both reach other nodes, so {left_out} is excluded: check the path between them",
@@ -299,7 +295,7 @@ def _blame_links(
         where = "between" if both_healthy else "somewhere between"
         found.append(
             report(
-                BANDWIDTH,
+                NodeCheck.BANDWIDTH,
                 f"{edge.problem or _gb_s(edge.gb_s)} {where} {edge.ends[0]} and {edge.ends[1]}",
                 f"at least {_gb_s(floor)}",
                 "both are fast with other nodes: check the switches between them"
@@ -318,13 +314,13 @@ def _latency(links: Sequence[Edge], floors: Floors) -> list[CheckResult]:
     if floors.latency_ms and worst.latency_ms > floors.latency_ms:
         return [
             warning(
-                LATENCY,
+                NodeCheck.LATENCY,
                 f"{worst.latency_ms:.2f} ms between {worst.ends[0]} and {worst.ends[1]}",
                 f"at most {floors.latency_ms:g} ms (preflight.max_latency_ms)",
                 "check that the right network interface is used",
             )
         ]
-    return [passed(LATENCY, f"{min(edge.latency_ms for edge in links):.2f} to {worst.latency_ms:.2f} ms")]
+    return [passed(NodeCheck.LATENCY, f"{min(edge.latency_ms for edge in links):.2f} to {worst.latency_ms:.2f} ms")]
 
 
 def _gb_s(value: float) -> str:

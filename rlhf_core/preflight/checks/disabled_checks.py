@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterator
 
-from rlhf_core.diagnosis.nodes.checks import NEVER_OFF, NODE_CHECKS
+from rlhf_core.diagnosis.nodes.checks import NEVER_OFF, NodeCheck
 from rlhf_core.preflight.facts import Facts
 from rlhf_core.preflight.registry import CHECKS, OFF, Finding, blocked, check, passed, warning
 
@@ -24,7 +24,7 @@ RETIRED = (
 def off(facts: Facts) -> Iterator[Finding]:
     """A mistyped id leaves a check on that was meant to be off; an exception without a reason outlives its cause."""
     named = facts.spec.preflight.off
-    known = {*(one.id for one in CHECKS), *(plugin.id for plugin in facts.plugins), *(one.id for one in NODE_CHECKS)}
+    known = {*(one.id for one in CHECKS), *(plugin.id for plugin in facts.plugins), *NodeCheck}
     for id, reason in named.items():
         if id == OFF or id in NEVER_OFF:
             why = "itself" if id == OFF else f"{id}: the run cannot continue without that node"

@@ -17,8 +17,7 @@ import psutil
 from pydantic import ValidationError
 
 import rlhf_core
-from rlhf_core.diagnosis.nodes import checks as node_checks
-from rlhf_core.diagnosis.nodes.checks import blocked, warning
+from rlhf_core.diagnosis.nodes.checks import NodeCheck, blocked, warning
 from rlhf_core.files.fingerprints import fingerprint_or_problem
 from rlhf_core.files.lookups import paths_in
 from rlhf_core.files.whole import read_all
@@ -94,7 +93,7 @@ def gather(
 def confused(name: str, problem: str) -> NodeFacts:
     """Facts of a node that cannot join the others because its environment is contradictory."""
     advice = "the job's script sets RLHF_NODES, and Slurm SLURM_NODEID: do not change or unset them on a node"
-    complaint = blocked(node_checks.IDENTITY, problem, "each node at its own position in the allocation", advice, name)
+    complaint = blocked(NodeCheck.IDENTITY, problem, "each node at its own position in the allocation", advice, name)
     return NodeFacts(node=name, index=-1, complaints=(complaint,))
 
 
@@ -154,14 +153,14 @@ def _room(spec: RunSpec, gpus: int) -> Iterable[CheckResult]:
         try:
             free_gb = shutil.disk_usage(path).free / 2**30
         except OSError as error:
-            yield blocked(node_checks.DISK, f"{path}: {error.strerror}", f"a usable {what}", "make it")
+            yield blocked(NodeCheck.DISK, f"{path}: {error.strerror}", f"a usable {what}", "make it")
             continue
         if free_gb < least_gb:
             # Containers have little shared memory by default. NCCL fails with that; CPU-only ranks need some megabytes.
             enough = path == SHARED_MEMORY and not gpus and free_gb > CPU_SHARED_MEMORY_GB
             finding = warning if enough else blocked
             yield finding(
-                node_checks.DISK,
+                NodeCheck.DISK,
                 f"{free_gb:.2f} GiB free in {path}",
                 f"at least {least_gb:g} GiB in the {what} (preflight.min_free_disk_gb)",
                 "free some space; files left by other jobs are a common cause",
@@ -172,12 +171,12 @@ def _limits(num_nodes: int) -> Iterable[CheckResult]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < MIN_OPEN_FILES and hard < MIN_OPEN_FILES:
         advice = "raise LimitNOFILE of slurmd, or `ulimit -n` in slurm.setup"
-        yield warning(node_checks.LIMITS, f"{soft} open files allowed", f"at least {MIN_OPEN_FILES}", advice)
+        yield warning(NodeCheck.LIMITS, f"{soft} open files allowed", f"at least {MIN_OPEN_FILES}", advice)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if num_nodes > 1 and Path("/dev/infiniband").exists() and locked != resource.RLIM_INFINITY:
         advice = "set LimitMEMLOCK=infinity for slurmd, and PropagateResourceLimitsExcept=MEMLOCK"
         yield warning(
-            node_checks.LIMITS, f"{locked >> 10} KiB of locked memory allowed", "unlimited, for InfiniBand", advice
+            NodeCheck.LIMITS, f"{locked >> 10} KiB of locked memory allowed", "unlimited, for InfiniBand", advice
         )
 
 
@@ -189,7 +188,7 @@ def _tracing() -> Iterable[CheckResult]:
         return
     if level >= 2 and os.geteuid() != 0:
         yield warning(
-            node_checks.PTRACE,
+            NodeCheck.PTRACE,
             f"kernel.yama.ptrace_scope = {level}",
             "0 or 1, which lets py-spy read the stack of a hung rank from outside",
             "ask the administrators; until then hung ranks only have their Python stack, and only while they run",
@@ -199,7 +198,7 @@ def _tracing() -> Iterable[CheckResult]:
 def _network(nodes: Nodes) -> Iterable[CheckResult]:
     if nodes.num > 1 and not interface_of(nodes.address):
         yield blocked(
-            node_checks.NETWORK,
+            NodeCheck.NETWORK,
             f"{nodes.address} is on none of the interfaces {', '.join(sorted(psutil.net_if_addrs()))}",
             "the address of this node in Slurm (NodeAddr)",
             "correct NodeAddr, or the hosts file of the node",
@@ -211,12 +210,12 @@ def _gpus() -> tuple[dict[str, str], dict[str, str], list[CheckResult]]:
     try:
         telemetry = open_gpus()
     except OSError as error:
-        silent = blocked(node_checks.GPU_HEALTH, f"no driver response: {error}", "NVML", "run nvidia-smi there")
+        silent = blocked(NodeCheck.GPU_HEALTH, f"no driver response: {error}", "NVML", "run nvidia-smi there")
         if amd_gpus.are_present():
             advice = (
                 "run rocm-smi there; HIP_VISIBLE_DEVICES and CUDA_VISIBLE_DEVICES number those of ROCR_VISIBLE_DEVICES"
             )
-            silent = blocked(node_checks.GPU_HEALTH, str(error), "a GPU that HIP can use", advice)
+            silent = blocked(NodeCheck.GPU_HEALTH, str(error), "a GPU that HIP can use", advice)
         return {"gpus": "0"}, {}, [silent]
     readings = telemetry.read()
     names = telemetry.names()
@@ -224,7 +223,7 @@ def _gpus() -> tuple[dict[str, str], dict[str, str], list[CheckResult]]:
     faults = []
     if isinstance(telemetry, AmdGpus) and (problem := telemetry.problem()):
         advice = "add the user to the group of that device, often `render`; a container needs /dev/kfd and /dev/dri"
-        faults.append(blocked(node_checks.GPU_HEALTH, problem, "a GPU that HIP can use", advice))
+        faults.append(blocked(NodeCheck.GPU_HEALTH, problem, "a GPU that HIP can use", advice))
     for name, value in sorted(readings.items()):
         device, _, what = name.partition("_")
         entry = _GPU_FAULTS.get(what)
@@ -232,7 +231,7 @@ def _gpus() -> tuple[dict[str, str], dict[str, str], list[CheckResult]]:
             finding, text = entry
             advice = f"do not use the node until the GPU is reset or replaced; `{telemetry.tool}` has the details"
             description = f"{device}: {text.format(value)}"
-            faults.append(finding(node_checks.GPU_HEALTH, description, "a GPU without errors", advice))
+            faults.append(finding(NodeCheck.GPU_HEALTH, description, "a GPU without errors", advice))
     working = [name for index, name in enumerate(names) if f"gpu{index}" not in lost]
     types = ", ".join(sorted(set(working)))
     return {"gpus": str(len(working)), "gpu_types": types}, {telemetry.package: telemetry.driver()}, faults
@@ -266,4 +265,4 @@ def _plugins() -> list[CheckResult]:
 
 
 def _plugin_warning(problem: str) -> CheckResult:
-    return warning(node_checks.PLUGIN, problem, "a list of findings", "correct the plug-in, or turn it off")
+    return warning(NodeCheck.PLUGIN, problem, "a list of findings", "correct the plug-in, or turn it off")

@@ -14,8 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlhf_core.diagnosis.nodes import checks as node_checks
-from rlhf_core.diagnosis.nodes.checks import Plan, blocked, compare
+from rlhf_core.diagnosis.nodes.checks import NEVER_OFF, NodeCheck, Plan, blocked, compare, missing
 from rlhf_core.diagnosis.nodes.speed import Floors, better, judge_speed, needs_second_measurement
 from rlhf_core.files.private import FILE_MODE
 from rlhf_core.files.whole import write_model
@@ -164,7 +163,7 @@ class Probe:
         """
         confused = node_facts.all_confused(self._folder)
         self._found += [complaint for one in confused for complaint in one.complaints]
-        self._found += node_checks.missing({*joined, *(one.node for one in confused)}, self._plan)
+        self._found += missing({*joined, *(one.node for one in confused)}, self._plan)
         return bool(confused)
 
     def take_facts(
@@ -179,11 +178,11 @@ class Probe:
         """
         found = compare(facts, ahead_s, self._plan)
         # A node that joined but could not read its orders is not missing.
-        self._found += [one for one in found if not (one.id == node_checks.MISSING.id and one.node in broken)]
+        self._found += [one for one in found if not (one.id == NodeCheck.MISSING and one.node in broken)]
         advice = "check that the shared file system is mounted there and has the same content as elsewhere"
         expected = "a node that sees the run directory"
         self._found += [
-            blocked(node_checks.SHARED_FILES, problem, expected, advice, node) for node, problem in broken.items()
+            blocked(NodeCheck.SHARED_FILES, problem, expected, advice, node) for node, problem in broken.items()
         ]
 
     def take_speeds(self, speeds: Mapping[int, NodeSpeed], number: int) -> bool:
@@ -237,7 +236,7 @@ def _with_disabled_skipped(results: Iterable[CheckResult], off: Mapping[str, str
                 "found": f"turned off: {off[one.id]}" + (f" ({one.found})" if one.expected else ""),
             }
         )
-        if one.id in off and one.id not in node_checks.NEVER_OFF
+        if one.id in off and one.id not in NEVER_OFF
         else one
         for one in results
     ]

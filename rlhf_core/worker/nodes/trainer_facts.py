@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlhf_core.diagnosis.nodes import checks as node_checks
-from rlhf_core.diagnosis.nodes.checks import blocked
+from rlhf_core.diagnosis.nodes.checks import NodeCheck, blocked
 from rlhf_core.errors import BadConfig
 from rlhf_core.machine.environments import environment_folder
 from rlhf_core.machine.interpreters import LISTING_CODE, interpreter_of
@@ -79,7 +78,7 @@ def gather(run_dir: RunDir, spec: RunSpec, environment: Mapping[str, str] = os.e
 
 def _finding(found: str) -> CheckResult:
     advice = "put the environment where every node can read it, or correct trainer.environment and trainer.setup"
-    return blocked(node_checks.TRAINER, found, "the program of trainer.argv, ready to start", advice)
+    return blocked(NodeCheck.TRAINER, found, "the program of trainer.argv, ready to start", advice)
 
 
 def _versions(
