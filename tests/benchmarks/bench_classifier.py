@@ -22,14 +22,16 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import sqrt
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
-from rlhf_core.diagnosis.logs import search
-from rlhf_core.diagnosis.logs.raised_errors import TABLES, Tables
+from rlhf_core.diagnosis.logs import code_locations, exceptions, search
+from rlhf_core.diagnosis.logs.signatures import table
 from rlhf_core.diagnosis.policy import ALLOWED_BY_SPEC, RULES, decide_in_place, decide_next
 from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.supervision import SuperviseSpec
@@ -106,7 +108,7 @@ def _source(row: dict[str, str]) -> str:
 
 def read_all(logs: Sequence[Log]) -> list[str]:
     """Kind that the classifier assigns to each log."""
-    return [_kind(log.text, TABLES) for log in logs]
+    return [_kind(log.text) for log in logs]
 
 
 def read_across_sources(logs: Sequence[Log]) -> list[str]:
@@ -119,24 +121,32 @@ def read_across_sources(logs: Sequence[Log]) -> list[str]:
     for rule, sources in support.items():
         if len(sources) == 1:
             only[next(iter(sources))].add(rule)
-    tables = {source: without(rules) for source, rules in only.items()}
-    return [_kind(log.text, tables.get(log.source, TABLES)) for log in logs]
+    kinds: dict[int, str] = {}
+    for source in {log.source for log in logs}:
+        with without(only[source]):
+            kinds |= {place: _kind(log.text) for place, log in enumerate(logs) if log.source == source}
+    return [kinds[place] for place in range(len(logs))]
 
 
-def without(rules: set[str]) -> Tables:
-    """Tables without the entries for some rules."""
-    return Tables(
-        signatures=[
-            replace(row, expressions=tuple(pattern for pattern in row.expressions if pattern not in rules))
-            for row in TABLES.signatures
-        ],
-        classes={name: row for name, row in TABLES.classes.items() if f"class {name}" not in rules},
-        places=[place for place in TABLES.places if place.example not in rules],
-    )
+@contextmanager
+def without(rules: set[str]) -> Iterator[None]:
+    """Read logs with tables that lack the entries for some rules."""
+    signatures = [
+        replace(row, expressions=tuple(pattern for pattern in row.expressions if pattern not in rules))
+        for row in table.SIGNATURES
+    ]
+    classes = {name: row for name, row in exceptions.CLASSES.items() if f"class {name}" not in rules}
+    places = [place for place in code_locations.CODE_LOCATIONS if place.example not in rules]
+    with (
+        patch.object(table, "SIGNATURES", signatures),
+        patch.object(exceptions, "CLASSES", classes),
+        patch.object(code_locations, "CODE_LOCATIONS", places),
+    ):
+        yield
 
 
-def _kind(text: str, tables: Tables) -> str:
-    event = search.find(text, tables)
+def _kind(text: str) -> str:
+    event = search.find(text)
     return event.kind.value if event is not None else HEALTHY
 
 

@@ -314,9 +314,7 @@ def matched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Texts of the lines that are matched with the signatures."""
     texts: list[str] = []
     match_line = signatures.match_line
-    monkeypatch.setattr(
-        signatures, "match_line", lambda line, *table: texts.append(line.text) or match_line(line, *table)
-    )
+    monkeypatch.setattr(signatures, "match_line", lambda line: texts.append(line.text) or match_line(line))
     return texts
 
 

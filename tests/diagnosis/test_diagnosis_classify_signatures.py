@@ -13,6 +13,7 @@ from rlhf_core.diagnosis.logs.code_locations import CODE_LOCATIONS, CodeLocation
 from rlhf_core.diagnosis.logs.events import EvidencePart
 from rlhf_core.diagnosis.logs.lines import read_line
 from rlhf_core.diagnosis.logs.search import find
+from rlhf_core.diagnosis.logs.signatures import table
 from rlhf_core.diagnosis.logs.signatures.row import Signature
 from rlhf_core.diagnosis.logs.signatures.table import SIGNATURES, match_line, may_match
 from rlhf_core.schemas.failures import FailureKind
@@ -31,13 +32,16 @@ FROM_EXIT_CODES = {FailureKind.WORKER_KILLED, FailureKind.AGENT_KILLED}
 
 
 @pytest.mark.parametrize(("number", "row"), NUMBERED, ids=[f"{number}-{row.kind}" for number, row in NUMBERED])
-def test_each_row_knows_its_example_and_is_needed_for_it(number: int, row: Signature) -> None:
+def test_each_row_knows_its_example_and_is_needed_for_it(
+    number: int, row: Signature, monkeypatch: pytest.MonkeyPatch
+) -> None:
     line = read_line(row.example)
     matched = match_line(line)
     assert matched is not None
     assert matched.rule in row.expressions, "an earlier row matches this line"
     # Without the row, its example is classified differently.
-    other = match_line(line, SIGNATURES[:number] + SIGNATURES[number + 1 :])
+    monkeypatch.setattr(table, "SIGNATURES", SIGNATURES[:number] + SIGNATURES[number + 1 :])
+    other = match_line(line)
     found = (row.kind, row.part, row.is_local, matched.node)
     assert other is None or (other.kind, other.part, other.is_local, other.node) != found
 

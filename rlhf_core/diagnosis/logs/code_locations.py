@@ -5,7 +5,6 @@ import says most. The innermost known location decides.
 """
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhf_core.diagnosis.logs.tracebacks import Frame, Raised
@@ -212,12 +211,12 @@ GENERAL = re.compile(
 """Classes that imply no kind by themselves."""
 
 
-def location_of(raised: Raised, places: Sequence[CodeLocation] = CODE_LOCATIONS) -> CodeLocation | None:
+def location_of(raised: Raised) -> CodeLocation | None:
     """Find the innermost known location of an error of a general class; None if there is none."""
     if GENERAL.fullmatch(raised.error) is None:
         return None
     for distance, frame in enumerate(reversed(raised.frames)):
-        for place in places:
+        for place in CODE_LOCATIONS:
             if distance < place.reach and place.fits(frame, raised.error):
                 return place
     return None

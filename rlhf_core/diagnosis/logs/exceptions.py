@@ -5,7 +5,6 @@ A class is looked up by its full name, then by its own name, then by its library
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rlhf_core.diagnosis.logs.events import EvidencePart, FailureEvent
@@ -152,14 +151,14 @@ STATUSES: dict[int, Meaning] = {
 """HTTP statuses of permanently rejected requests. With all others, the service may be busy or broken."""
 
 
-def of_class(name: str, classes: Mapping[str, Meaning] = CLASSES) -> FailureEvent | None:
+def of_class(name: str) -> FailureEvent | None:
     """Look up a class, given with or without its module; None if it is unknown."""
     for key in (name, name.rpartition(".")[2]):
-        if key in classes:
-            return classes[key].event(f"class {key}")
+        if key in CLASSES:
+            return CLASSES[key].event(f"class {key}")
     # With only the end of its module, such as "parser.ParserError" of yaml.
-    ends = (key for key in classes if "." in name and key.endswith(f".{name}"))
-    return next((classes[key].event(f"class {key}") for key in ends), None)
+    ends = (key for key in CLASSES if "." in name and key.endswith(f".{name}"))
+    return next((CLASSES[key].event(f"class {key}") for key in ends), None)
 
 
 def of_number(message: str) -> FailureEvent | None:

@@ -8,30 +8,15 @@ it is not one of the kinds, and a retry may succeed.
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from rlhf_core.diagnosis.logs import code_locations, exceptions
 from rlhf_core.diagnosis.logs.code_locations import CodeLocation
 from rlhf_core.diagnosis.logs.events import EvidencePart, FailureEvent
-from rlhf_core.diagnosis.logs.exceptions import Meaning
 from rlhf_core.diagnosis.logs.lines import LogLine
 from rlhf_core.diagnosis.logs.signatures import table as signatures
-from rlhf_core.diagnosis.logs.signatures.row import Signature
 from rlhf_core.diagnosis.logs.tracebacks import Raised
 from rlhf_core.schemas.failures import FailureKind as Kind
-
-
-@dataclass(frozen=True)
-class Tables:
-    """Tables of known phrases, classes and locations; benchmarks may omit some of them."""
-
-    signatures: Sequence[Signature] = signatures.SIGNATURES
-    classes: dict[str, Meaning] = field(default_factory=lambda: exceptions.CLASSES)
-    places: Sequence[CodeLocation] = code_locations.CODE_LOCATIONS
-
-
-TABLES = Tables()
-
 
 _CONNECTIONS = frozenset({Kind.NETWORK, Kind.RENDEZVOUS, Kind.UNKNOWN, Kind.COLLECTIVE_HANG})
 """Kinds that depend on the other end of a connection."""
@@ -47,39 +32,38 @@ _FORKS = re.compile(r"_execute_child|\bfork\(")
 _PARENT_DIED = "multiprocessing/spawn.py"
 
 
-def event_of(raised: Raised, following: Sequence[str] = (), tables: Tables = TABLES) -> FailureEvent:
+def event_of(raised: Raised, following: Sequence[str] = ()) -> FailureEvent:
     """Classify an error.
 
     Args:
         raised: The error.
         following: Texts of the lines after it, because a long message may be wrapped.
-        tables: Tables to use.
     """
-    by_phrase = _by_phrase(raised.line, tables)
+    by_phrase = _by_phrase(raised.line)
     if (by_phrase is None or by_phrase.kind is Kind.UNKNOWN) and following:
         whole = replace(raised.line, text=" ".join([raised.line.text, *following]))
-        wrapped = _by_phrase(whole, tables)
+        wrapped = _by_phrase(whole)
         by_phrase = wrapped if wrapped is not None and wrapped.part is not EvidencePart.TEARDOWN else by_phrase
-    event = _decide(raised, by_phrase, tables)
+    event = _decide(raised, by_phrase)
     return replace(event, is_later=raised.is_later, line=raised.line.raw.strip(), number=raised.line.number)
 
 
-def _by_phrase(line: LogLine, tables: Tables) -> FailureEvent | None:
+def _by_phrase(line: LogLine) -> FailureEvent | None:
     loud = replace(line, is_quiet=False) if line.is_quiet else line
-    event = signatures.match_line(loud, tables.signatures)
+    event = signatures.match_line(loud)
     # Unlike a line of NCCL, a raised error may come from another node: Ray, for one, raises errors again where the
     # result is awaited. So it does not show that the device is on the node of the process that printed it.
     return replace(event, is_local=False) if event is not None else None
 
 
-def _decide(raised: Raised, by_phrase: FailureEvent | None, tables: Tables) -> FailureEvent:
+def _decide(raised: Raised, by_phrase: FailureEvent | None) -> FailureEvent:
     if by_phrase is not None and by_phrase.part is EvidencePart.TEARDOWN:
         return by_phrase
     if raised.error == "UnpicklingError" and any(_PARENT_DIED in frame.path for frame in raised.frames):
         return FailureEvent(Kind.UNKNOWN, EvidencePart.CASCADE, "a child whose parent had died", is_end=True)
     if raised.error in exceptions.WRAPPERS and (by_phrase is None or by_phrase.is_end):
-        return _of_wrapper(raised, tables)
-    place = code_locations.location_of(raised, tables.places)
+        return _of_wrapper(raised)
+    place = code_locations.location_of(raised)
     if (
         place is not None
         and place.kind is Kind.REWARD_FUNCTION
@@ -87,7 +71,7 @@ def _decide(raised: Raised, by_phrase: FailureEvent | None, tables: Tables) -> F
         and (by_phrase is None or by_phrase.kind in _OF_THE_CODE or raised.error == "TypeError")
     ):
         return FailureEvent(place.kind, EvidencePart.SYMPTOM, place.example)
-    known = by_phrase or _of_class(raised, tables)
+    known = by_phrase or _of_class(raised)
     if (known is None or known.kind in _CONNECTIONS) and _is_service(raised):
         refused = exceptions.of_status(raised.message)
         if refused is not None:
@@ -100,11 +84,11 @@ def _decide(raised: Raised, by_phrase: FailureEvent | None, tables: Tables) -> F
     return known or exceptions.of_number(raised.message) or _of_place(place, raised.line.process)
 
 
-def _of_class(raised: Raised, tables: Tables) -> FailureEvent | None:
+def _of_class(raised: Raised) -> FailureEvent | None:
     innermost = " ".join(f"{frame.function} {frame.code}" for frame in raised.frames[-1:])
     if raised.error == "BlockingIOError" and _FORKS.search(innermost) is not None:
         return FailureEvent(Kind.UNKNOWN, EvidencePart.SYMPTOM, "a limit of processes")
-    return exceptions.of_class(raised.name, tables.classes)
+    return exceptions.of_class(raised.name)
 
 
 def _of_place(place: CodeLocation | None, process: str) -> FailureEvent:
@@ -115,8 +99,8 @@ def _of_place(place: CodeLocation | None, process: str) -> FailureEvent:
     return FailureEvent(Kind.UNKNOWN, EvidencePart.CASCADE, "an error")
 
 
-def _of_wrapper(raised: Raised, tables: Tables) -> FailureEvent:
-    inner = exceptions.of_class(raised.inner, tables.classes) if raised.inner else None
+def _of_wrapper(raised: Raised) -> FailureEvent:
+    inner = exceptions.of_class(raised.inner) if raised.inner else None
     if inner is None:
         return FailureEvent(Kind.UNKNOWN, EvidencePart.CASCADE, "a wrapper", is_end=True)
     # The class without its module: the error itself is also printed elsewhere, with more detail.

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from rlhf_core.diagnosis.logs import metric_lines
 from rlhf_core.diagnosis.logs.events import EvidencePart, FailureEvent
 from rlhf_core.diagnosis.logs.lines import LogLine, read_line
-from rlhf_core.diagnosis.logs.raised_errors import TABLES, Tables, continued, event_of
+from rlhf_core.diagnosis.logs.raised_errors import continued, event_of
 from rlhf_core.diagnosis.logs.signatures import table as signatures
 from rlhf_core.diagnosis.logs.tracebacks import CONTINUED, Frame, Raised, TracebackReader
 from rlhf_core.schemas.failures import FailureKind as Kind
@@ -37,13 +37,13 @@ _ADDRESS = re.compile(r"\b0x[0-9a-f]{8,16}\b")
 _REASONS = frozenset({Kind.PREEMPTION, Kind.TIME_LIMIT, Kind.NODE_LOST, Kind.USER_CANCEL})
 
 
-def find(text: str, tables: Tables = TABLES, known: "KnownLines | None" = None) -> FailureEvent | None:
+def find(text: str, known: "KnownLines | None" = None) -> FailureEvent | None:
     """Find the event that decides the classification of a log; None if it shows no failure.
 
     Args:
-        known: Lines of other logs, read with the same tables.
+        known: Lines of other logs, read before.
     """
-    return decide(events(text, tables, known))
+    return decide(events(text, known))
 
 
 def find_error(error_type: str, message: str, traceback: str) -> FailureEvent:
@@ -93,12 +93,12 @@ def _around_cancellation(relevant: list[FailureEvent]) -> list[FailureEvent]:
     return [event for event in relevant if event.kind in _REASONS or (event.kind is Kind.HOST_OOM and event.node)]
 
 
-def events(text: str, tables: Tables = TABLES, known: "KnownLines | None" = None) -> list[FailureEvent]:
+def events(text: str, known: "KnownLines | None" = None) -> list[FailureEvent]:
     """List the events of failures in a log that were not survived, in order."""
     if len(text) > HEAD + TAIL:
         text = f"{text[:HEAD]}\n{text[-TAIL:]}"
     lines = text.splitlines()
-    reading = _Reading(tables, KnownLines() if known is None else known)
+    reading = _Reading(KnownLines() if known is None else known)
     for number, raw in enumerate(lines):
         reading.take(number, raw, lines)
     found = reading.found
@@ -134,12 +134,11 @@ def _is_chatter(raw: str) -> bool:
 class _Reading:
     """State of the reader of one log."""
 
-    def __init__(self, tables: Tables, known: KnownLines) -> None:
+    def __init__(self, known: KnownLines) -> None:
         """Start without events."""
         self.found: list[FailureEvent] = []
         self.metrics: list[str] = []
         self.tracebacks = TracebackReader()
-        self._tables = tables
         self._known = known
         self._steps = 0
         self._bars: dict[int, int] = {}
@@ -188,7 +187,7 @@ class _Reading:
         key = (raised.line.text, raised.frames, following, raised.line.process)
         weighed = self._known.weighed
         if key not in weighed:
-            weighed[key] = event_of(raised, following, self._tables)
+            weighed[key] = event_of(raised, following)
         at = raised.line
         return replace(weighed[key], line=at.raw.strip(), number=at.number, is_later=raised.is_later)
 
@@ -198,7 +197,7 @@ class _Reading:
         line = replace(line, text=_ADDRESS.sub("0x0", line.text)) if "0x" in line.text else line
         key = (line.text, line.is_quiet)
         if key not in self._known.matched:
-            self._known.matched[key] = signatures.match_line(line, self._tables.signatures)
+            self._known.matched[key] = signatures.match_line(line)
         matched = self._known.matched[key]
         return None if matched is None else replace(matched, line=line.raw.strip(), number=line.number)
 

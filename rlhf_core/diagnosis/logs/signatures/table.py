@@ -8,8 +8,6 @@ lists them. The first row that matches a line decides. The table errs on the sid
 needs an unambiguous phrase.
 """
 
-from collections.abc import Iterable
-
 from rlhf_core.diagnosis.logs.events import FailureEvent
 from rlhf_core.diagnosis.logs.lines import LogLine
 from rlhf_core.diagnosis.logs.signatures import setup, system, training
@@ -70,12 +68,12 @@ def may_match(text: str) -> bool:
     return any(word in small for word in _WORDS)
 
 
-def match_line(line: LogLine, table: Iterable[Signature] = SIGNATURES) -> FailureEvent | None:
+def match_line(line: LogLine) -> FailureEvent | None:
     """Explain a line by the first row that matches it; None if none does. The event does not tell the line itself.
 
     A line logged as a warning or below matches only phrases of the scheduler.
     """
-    for row in table:
+    for row in SIGNATURES:
         if line.is_quiet and row.example not in _LOUD_ANYWAY:
             continue
         found = row.search(line.text)
