@@ -128,7 +128,7 @@ class Requirement:
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """``model.path`` as found."""
+    """The folder of a model, as found. None of its libraries were imported."""
 
     path: Path
     problem: str = ""
@@ -138,13 +138,6 @@ class ModelFolder:
     matrices: frozenset[str] = frozenset()
     """Layers with a matrix, by the last part of their names, from the headers of its safetensors files; empty where
     there are none."""
-
-
-@dataclass(frozen=True)
-class ReferenceFolder:
-    """The folder of a reference model, as found. None of its libraries were imported."""
-
-    folder: ModelFolder
     config: Mapping[str, Any] = field(default_factory=dict)
     """Content of its ``config.json``; empty if it cannot be read."""
 
@@ -162,16 +155,9 @@ class ModelTypes:
 
 
 @dataclass(frozen=True)
-class RewardModelFolder:
-    """The folder of a reward model that scores completions, as found. None of its libraries were imported."""
+class RewardModelFolder(ModelFolder):
+    """The folder of a reward model that scores completions, as found."""
 
-    path: Path
-    problem: str = ""
-    """Reason why it cannot score; empty if none was found."""
-    config: Mapping[str, Any] = field(default_factory=dict)
-    """Content of its ``config.json``."""
-    weight_bytes: int = 0
-    """Size of its weight files."""
     has_chat_template: bool = False
     """True if its tokenizer has a chat template."""
     fingerprint: str = ""
@@ -269,7 +255,7 @@ class Facts:
     """Set when ``model.path`` is."""
     reward_models: Mapping[str, RewardModelFolder] = field(default_factory=dict)
     """Reward models that score completions, by name; empty where nothing samples."""
-    references: Mapping[str, ReferenceFolder] = field(default_factory=dict)
+    references: Mapping[str, ModelFolder] = field(default_factory=dict)
     """Reference models with folders of their own, by the setting that names them."""
     tokenizer_problem: str = ""
     """Reason why ``model.tokenizer`` is not a tokenizer folder; empty if it is one or names a kind that is built."""

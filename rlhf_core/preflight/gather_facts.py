@@ -27,7 +27,6 @@ from rlhf_core.preflight.facts import (
     Facts,
     ModelFolder,
     ModelTypes,
-    ReferenceFolder,
     Requirement,
     RewardModelFolder,
 )
@@ -173,7 +172,7 @@ def _inspect_reward_models(spec: RunSpec) -> dict[str, RewardModelFolder]:
     return {name: inspect_reward_model(one.path) for name, one in spec.scoring_models.items()}
 
 
-def _inspect_references(spec: RunSpec) -> dict[str, ReferenceFolder]:
+def _inspect_references(spec: RunSpec) -> dict[str, ModelFolder]:
     return {setting: inspect_reference(path) for setting, path in spec.references.items()}
 
 
@@ -312,37 +311,32 @@ def _inspect_folder(path: Path) -> ModelFolder:
     except OSError as error:
         return ModelFolder(path, problem=f"it is not accessible: {error.strerror}")
     weights = inspect_weights(path)
-    return ModelFolder(path, problem=weights.problem, weight_bytes=weights.num_bytes, matrices=weights.matrices)
+    config = model_config(ModelSpec(path=str(path)))
+    return ModelFolder(path, weights.problem, weights.num_bytes, weights.matrices, config)
 
 
-def inspect_reference(text: str) -> ReferenceFolder:
-    """Inspect a reference model, given as ``loops.<name>.reference``."""
-    path = Path(text)
-    if problem := _not_promoted(text):
-        return ReferenceFolder(ModelFolder(path, problem=problem))
-    return ReferenceFolder(_inspect_folder(path), model_config(ModelSpec(path=text)))
-
-
-def _not_promoted(text: str) -> str:
-    """Reason why the name of a promoted model was not replaced by its folder; empty for a folder."""
-    return f"no run called {text.removeprefix(PROMOTED)} has promoted a model here" if text.startswith(PROMOTED) else ""
+def inspect_reference(text: str) -> ModelFolder:
+    """Inspect a folder of a model that may be named as that of a run, such as ``loops.<name>.reference``."""
+    if text.startswith(PROMOTED):  # otherwise it would have been replaced by its folder
+        problem = f"no run called {text.removeprefix(PROMOTED)} has promoted a model here"
+        return ModelFolder(Path(text), problem)
+    return _inspect_folder(Path(text))
 
 
 def inspect_reward_model(text: str) -> RewardModelFolder:
     """Inspect a reward model that scores completions, given as ``reward.models.<name>.path``."""
-    path = Path(text)
-    if problem := _not_promoted(text):
-        return RewardModelFolder(path, problem=problem)
-    found, config = _inspect_folder(path), read_object(path / "config.json")
-    tokenizer = read_object(path / "tokenizer_config.json")
+    found = inspect_reference(text)
+    if found.problem:
+        return RewardModelFolder(found.path, found.problem)
+    tokenizer = read_object(found.path / "tokenizer_config.json")
     return RewardModelFolder(
-        path,
-        problem=found.problem or _lack_of_a_reward_model(path, config),
-        config=config,
-        weight_bytes=found.weight_bytes,
-        has_chat_template=not found.problem
-        and ("chat_template" in tokenizer or (path / "chat_template.jinja").is_file()),
-        fingerprint=fingerprint_or_problem(path),
+        found.path,
+        _lack_of_a_reward_model(found.path, found.config),
+        found.weight_bytes,
+        found.matrices,
+        found.config,
+        has_chat_template="chat_template" in tokenizer or (found.path / "chat_template.jinja").is_file(),
+        fingerprint=fingerprint_or_problem(found.path),
     )
 
 

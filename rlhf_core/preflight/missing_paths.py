@@ -1,9 +1,11 @@
-"""Problem of a path of a config at which there is nothing, with the probable mistake."""
+"""Paths of a config at which there is nothing usable: the problem with the probable mistake, and the remedy."""
 
 import os
 import re
 from pathlib import Path
 from typing import Literal
+
+from rlhf_core.schemas.scoring_models import PROMOTED
 
 
 def missing(path: Path, kind: Literal["file", "folder"]) -> str:
@@ -31,3 +33,14 @@ def missing(path: Path, kind: Literal["file", "folder"]) -> str:
             f"{name}` makes a folder; the setting names a file in it"
         )
     return f"{problem}. For a model of the Hugging Face Hub, `hf download {name} --local-dir {name}` makes it"
+
+
+def folder_advice(setting: str, text: str) -> str:
+    """Advice on a folder of a model that cannot be used, or on the name of runs of which none has promoted a model.
+
+    Args:
+        text: the value of the setting.
+    """
+    if text.startswith(PROMOTED):
+        return f"train one first, with promote.when, or set {setting} to its folder"
+    return f"correct {setting}; on a cluster it must be on a file system that the nodes see"

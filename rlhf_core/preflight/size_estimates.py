@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from rlhf_core.preflight.facts import Facts
+from rlhf_core.preflight.facts import Facts, ModelFolder
 from rlhf_core.preflight.launch_arguments import arguments_of, copies_in_optimizer, trains_all_weights
 from rlhf_core.preflight.memory.formulas import BYTES
 from rlhf_core.preflight.memory.shapes import Shape, shape_of, trained_shape
@@ -127,14 +127,18 @@ def num_parameters(facts: Facts) -> int | None:
 def shape_of_model(facts: Facts) -> Shape | None:
     """Shape of the model, with that of its largest reference; None if its config lacks the dimensions."""
     shape = shape_of(facts.model_config, num_parameters(facts), _vocabulary_size(facts.spec))
-    found = (
-        shape_of(one.config, stored_parameters(one.config, one.folder.weight_bytes), 0)
-        for one in facts.references.values()
-    )
-    references = [one for one in found if one is not None]
+    references = known_shapes(facts.references).values()
     if shape is None or not references:
         return shape
     return replace(shape, reference=max(references, key=lambda one: one.parameters))
+
+
+def known_shapes(folders: Mapping[str, ModelFolder]) -> dict[str, Shape]:
+    """Shapes of models with folders, as far as their configs define them."""
+    shapes = {
+        name: shape_of(one.config, stored_parameters(one.config, one.weight_bytes), 0) for name, one in folders.items()
+    }
+    return {name: shape for name, shape in shapes.items() if shape is not None}
 
 
 def stored_parameters(config: Mapping[str, Any], weight_bytes: int) -> int | None:

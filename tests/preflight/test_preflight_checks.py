@@ -23,7 +23,6 @@ from rlhf_core.preflight.facts import (
     LineProblem,
     ModelFolder,
     ModelTypes,
-    ReferenceFolder,
     Requirement,
     RewardModelFolder,
 )
@@ -212,7 +211,7 @@ def taught(config: dict[str, Any] | None = None, differs: str = "", folder: str 
     main = {"num_steps": 1, "algorithm": {"name": "distillation", "prompts_per_step": 8}, "reference": folder}
     facts = with_spec(loops={"main": {**main, "optimizer": {"learning_rate": 1e-4}}, "warm_start": None}, **changes)
     setting = "loops.main.reference"
-    reference = ReferenceFolder(ModelFolder(Path(folder), weight_bytes=1000), {**MODEL, **(config or {})})
+    reference = ModelFolder(Path(folder), weight_bytes=1000, config={**MODEL, **(config or {})})
     report = ContentReport(tokenizer=TokenizerReport(references={setting: differs} if differs else {}))
     return replace(facts, references={setting: reference}, content=report, model_config={**MODEL, "vocab_size": 100})
 
@@ -1197,10 +1196,10 @@ def test_a_teacher_that_fits_passes_and_needs_no_rewards() -> None:
 def test_the_folder_of_a_reference_is_inspected_without_its_libraries(tmp_path: Path) -> None:
     make_model(tmp_path / "well", "Qwen3ForCausalLM", text_config={"vocab_size": 7})
     well = inspect_reference(str(tmp_path / "well"))
-    assert (well.folder.problem, well.folder.weight_bytes, well.config["vocab_size"]) == ("", 10, 7)
-    assert inspect_reference(str(tmp_path / "none")).folder.problem == "there is no such folder"
+    assert (well.problem, well.weight_bytes, well.config["vocab_size"]) == ("", 10, 7)
+    assert inspect_reference(str(tmp_path / "none")).problem == "there is no such folder"
     absent = inspect_reference("promoted:big")
-    assert absent.folder.problem == "no run called big has promoted a model here"
+    assert absent.problem == "no run called big has promoted a model here"
     (result,) = found(
         replace(taught(folder="promoted:big"), references={"loops.main.reference": absent}), "model.reference"
     )

@@ -12,7 +12,7 @@ from control_fakes import FakeScheduler
 from test_preflight_checks import found, healthy, with_spec
 
 from rlhf_core.control import run_plan
-from rlhf_core.preflight.facts import DataFile, Facts, ModelFolder, ReferenceFolder, RewardModelFolder
+from rlhf_core.preflight.facts import DataFile, Facts, ModelFolder, RewardModelFolder
 from rlhf_core.preflight.memory.engines import token_cache_bytes, vllm_cache_budget, vllm_fixed_bytes, vllm_share_bytes
 from rlhf_core.preflight.memory.formulas import (
     Zero,
@@ -987,7 +987,7 @@ def test_a_reference_of_another_size_takes_the_memory_of_its_own() -> None:
 def test_the_shape_of_a_run_knows_its_reference() -> None:
     facts = big()
     config = {**QWEN3_8B, "torch_dtype": "bfloat16"}
-    named = ReferenceFolder(ModelFolder(Path("/r"), weight_bytes=2 * 32_000_000_000), config)
+    named = ModelFolder(Path("/r"), weight_bytes=2 * 32_000_000_000, config=config)
     with_reference = shape_of_model(replace(facts, references={"loops.main.reference": named}))
     alone = shape_of_model(facts)
     assert with_reference is not None

@@ -30,10 +30,10 @@ from rlhf_core.preflight.memory.roles import (
     with_reward_models,
     zero_of,
 )
-from rlhf_core.preflight.memory.shapes import Shape, part_of, shape_of
+from rlhf_core.preflight.memory.shapes import Shape, part_of
 from rlhf_core.preflight.predictions import gpu_kinds, node_memory_gb, smallest_gpu_bytes
 from rlhf_core.preflight.registry import CheckFunction, Finding, blocked, check, passed, skipped, warning
-from rlhf_core.preflight.size_estimates import shape_of_model, stored_parameters, trained_models
+from rlhf_core.preflight.size_estimates import known_shapes, shape_of_model, trained_models
 from rlhf_core.schemas.changes import with_changes
 from rlhf_core.schemas.checks import CheckStatus
 from rlhf_core.schemas.run import RunSpec
@@ -85,7 +85,7 @@ def trainer(facts: Facts) -> Iterator[Finding]:
     if isinstance(room, str) or shape is None:
         yield skipped(room if isinstance(room, str) else "the model's config lacks its dimensions")
         return
-    scorers = _reward_models(facts)
+    scorers = known_shapes(facts.reward_models)
     estimate = with_reward_models(_trainer_estimate(facts, facts.spec, shape), facts.spec, scorers)
     left = room - sum(reward_model_bytes(facts.spec, scorers, in_main_memory=False).values())
     yield _finding(facts, "a trainer", estimate, room, _advice(facts, shape, estimate, left))
@@ -99,7 +99,7 @@ def min_nodes(facts: Facts) -> Iterator[Finding]:
     fewer = facts.spec.possible_nodes[1:]
     if shape is None or isinstance(room, str) or not fewer:
         return
-    scorers = _reward_models(facts)
+    scorers = known_shapes(facts.reward_models)
     fits: list[int] = []
     for number in fewer:
         smaller = with_changes(facts.spec, {"resources.num_nodes": number, "resources.min_nodes": 0})
@@ -126,7 +126,7 @@ def evaluator(facts: Facts) -> Iterator[Finding]:
         return  # what is unknown is reported by memory.trainer
     estimate = evaluator_estimate(facts.spec, shape, _gpu(facts), pairs_have_answers=facts.pairs_have_answers)
     scorer = facts.spec.evaluate.scorer_model
-    scorers = {name: of for name, of in _reward_models(facts).items() if name == scorer}
+    scorers = {name: of for name, of in known_shapes(facts.reward_models).items() if name == scorer}
     estimate = with_reward_models(estimate, facts.spec, scorers)
     vllm, on_gpu = facts.spec.starts_vllm_in_evaluators, bool(facts.spec.resources.gpus_per_node)
     if on_gpu and estimate.resident_bytes > TIGHT * room:
@@ -227,7 +227,7 @@ def _held_by_rows(facts: Facts) -> dict[str, int]:
 def _held_by_ranks(facts: Facts) -> dict[str, int]:
     """Main memory of a node that its trainer ranks take, beside libraries and data, by purpose."""
     spec, shape, count = facts.spec, shape_of_model(facts), facts.spec.resources.ranks_per_node
-    each = reward_model_bytes(spec, _reward_models(facts), in_main_memory=True)
+    each = reward_model_bytes(spec, known_shapes(facts.reward_models), in_main_memory=True)
     if shape is not None:
         each |= main_memory_bytes(shape, spec.model.dtype, zero_of(spec), spec.model.lora)
         each |= waiting_base_bytes(spec, shape)
@@ -309,15 +309,6 @@ def _gpu(facts: Facts) -> int | None:
     """Usable memory of a rank's GPU; None without a GPU or if it is unknown."""
     room = _room(facts)
     return room if facts.spec.resources.gpus_per_node and isinstance(room, int) else None
-
-
-def _reward_models(facts: Facts) -> dict[str, Shape]:
-    """Shapes of the reward models, as far as their configs define them."""
-    shapes = {
-        name: shape_of(found.config, stored_parameters(found.config, found.weight_bytes), 0)
-        for name, found in facts.reward_models.items()
-    }
-    return {name: shape for name, shape in shapes.items() if shape is not None}
 
 
 def _room(facts: Facts) -> int | str:

@@ -5,8 +5,9 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from rlhf_core.preflight.facts import Facts, ReferenceFolder
+from rlhf_core.preflight.facts import Facts, ModelFolder
 from rlhf_core.preflight.memory.roles import longest_sequence
+from rlhf_core.preflight.missing_paths import folder_advice
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, skipped, warning
 from rlhf_core.preflight.size_estimates import (
     checkpoint_bytes,
@@ -19,7 +20,6 @@ from rlhf_core.preflight.size_estimates import (
 )
 from rlhf_core.run_dir.initial_model import moving_rope, num_heads, unshareable_part
 from rlhf_core.schemas.model import ALL_LINEAR
-from rlhf_core.schemas.scoring_models import PROMOTED
 from rlhf_core.text.formatting import size
 
 
@@ -63,15 +63,13 @@ def reference(facts: Facts) -> Iterator[Finding]:
         yield _reference(facts, setting, found)
 
 
-def _reference(facts: Facts, setting: str, found: ReferenceFolder) -> Finding:
-    place, config = f"{setting} = {found.folder.path}", found.config
-    if found.folder.problem:
+def _reference(facts: Facts, setting: str, found: ModelFolder) -> Finding:
+    place, config = f"{setting} = {found.path}", found.config
+    if found.problem:
         return blocked(
-            f"{place}: {found.folder.problem}",
+            f"{place}: {found.problem}",
             "a folder with config.json and all safetensors weights",
-            f"train one first, with promote.when, or set {setting} to its folder"
-            if str(found.folder.path).startswith(PROMOTED)
-            else f"correct {setting}; on a cluster it must be on a file system that the nodes see",
+            folder_advice(setting, str(found.path)),
         )
     if other := _not_causal(facts, config):
         return blocked(f"{place}: {other}", "a causal language model", f"set {setting} to one")
@@ -110,7 +108,7 @@ def _reference(facts: Facts, setting: str, found: ReferenceFolder) -> Finding:
             f"at most {limit} tokens of a prompt with its completion",
             "lower data.max_prompt_tokens or rollout.max_new_tokens",
         )
-    return passed(f"{place}: {size(found.folder.weight_bytes)} of weights")
+    return passed(f"{place}: {size(found.weight_bytes)} of weights")
 
 
 @check("model.config", trainer="native")

@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 
 from rlhf_core.preflight.facts import Facts, RewardModelFolder
+from rlhf_core.preflight.missing_paths import folder_advice
 from rlhf_core.preflight.registry import Finding, blocked, check, passed, warning
 from rlhf_core.preflight.size_estimates import num_positions
-from rlhf_core.schemas.scoring_models import PROMOTED, ScoringModelSpec
+from rlhf_core.schemas.scoring_models import ScoringModelSpec
 from rlhf_core.text.formatting import size
 
 _EXACT_MATCH = "rlhf_core.training.rewards:exact_match"
@@ -61,13 +62,10 @@ def stop_strings(facts: Facts) -> Iterator[Finding]:
 
 def _model(setting: str, settings: ScoringModelSpec, found: RewardModelFolder) -> Finding:
     if found.problem:
-        is_named = settings.path.startswith(PROMOTED)
         return blocked(
             f"{setting}.path = {settings.path}: {found.problem}",
             "the folder of a sequence classifier with one output, with weights and tokenizer",
-            f"train one first, with promote.when, or set {setting}.path to its folder"
-            if is_named
-            else f"correct {setting}.path; on a cluster it must be on a file system that the nodes see",
+            folder_advice(f"{setting}.path", settings.path),
         )
     if settings.template == "chat" and not found.has_chat_template:
         return blocked(
