@@ -19,7 +19,7 @@ from rlhf_core.schemas.evaluation import EvaluateSpec, EvaluationName, PromoteSp
 from rlhf_core.schemas.health import HealthSpec
 from rlhf_core.schemas.loops import LoopSpec, LoopsSpec
 from rlhf_core.schemas.migration import current_document
-from rlhf_core.schemas.model import ONE_MODEL_SOURCE, ModelSpec
+from rlhf_core.schemas.model import BUILT_TOKENIZERS, ONE_MODEL_SOURCE, ModelSpec
 from rlhf_core.schemas.preflight import PreflightSpec
 from rlhf_core.schemas.rewards import COMPARE_ANSWERS, RewardSpec
 from rlhf_core.schemas.rollouts import RolloutSpec
@@ -213,6 +213,20 @@ class RunSpec(Schema):
         """Folders of reference models of their own, by the setting that names them."""
         named = self.loops.named.items()
         return {f"loops.{name}.reference": loop.reference for name, loop in named if loop.reference}
+
+    @property
+    def paths(self) -> Mapping[str, str]:
+        """Files and folders of data and models that the run reads, by the setting that names each. Before it is
+        created, that of a model may be the name of promoted ones."""
+        tokenizer = "" if self.model.tokenizer in BUILT_TOKENIZERS else self.model.tokenizer
+        given = {
+            "model.path": self.model.path,
+            "model.tokenizer": tokenizer,
+            **self.data.files,
+            **{f"reward.models.{name}.path": one.path for name, one in self.reward.models.items()},
+            **self.references,
+        }
+        return {setting: path for setting, path in given.items() if path}
 
     @property
     def num_trainer_nodes(self) -> int:

@@ -40,7 +40,7 @@ def test_models_beside_the_policy_are_compared(tmp_path: Path) -> None:
 
     def found() -> list[str]:
         content = node_facts.content(make_run(tmp_path / "runs"), 1, spec)
-        return [content["loops.main.reference"], content["reward.models.judge"]]
+        return [content["loops.main.reference"], content["reward.models.judge.path"]]
 
     before = found()
     (folder / "model.safetensors").write_bytes(b"other weights")

@@ -170,7 +170,7 @@ def _old_steps(
 
 
 def _folders_in_use(site: Site, store: HistoryStore, world: World) -> list[Path]:
-    """Folders of the models and tokenizers that runs read which are active or may be resumed, without links."""
+    """Folders and files that runs read which are active or may be resumed, without links."""
     active = [run.run_id for run in world.runs.values() if not run.ended and not run.missing_s]
     run_dirs = {*open_runs.resumable_dirs(store), *(str(site.runs_dir / run_id) for run_id in active)}
     found: set[str] = set()
@@ -183,9 +183,7 @@ def _folders_in_use(site: Site, store: HistoryStore, world: World) -> list[Path]
 
 @functools.lru_cache(1 << 16)  # a large cleanup asks for the same runs in every round
 def _folders_read(run_dir: RunDir, _changed_ns: int) -> frozenset[str]:
-    spec = run_dir.read_spec().spec
-    rewarding = (one.path for one in spec.reward.models.values())
-    return frozenset({spec.model.path, spec.model.tokenizer, *rewarding, *spec.references.values()})
+    return frozenset(run_dir.read_spec().spec.paths.values())
 
 
 def _contains(folder: Path, paths: Sequence[Path]) -> bool:

@@ -27,7 +27,6 @@ from rlhf_core.machine.shared_names import SHARED_MEMORY
 from rlhf_core.run_dir.attempt import AttemptDir
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
-from rlhf_core.schemas.model import BUILT_TOKENIZERS
 from rlhf_core.schemas.probe import NodeFacts
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.survival import Survived
@@ -122,22 +121,14 @@ def package_versions() -> dict[str, str]:
 
 def content(run_dir: RunDir, attempt: int, spec: RunSpec) -> dict[str, str]:
     """Hashes of the files this node reads: the run's files, our code, data, model and tokenizer."""
-    sources: dict[str, Path | None] = {
+    sources = {
         "config (spec.json)": run_dir.spec,
         "placement.json": run_dir.attempt(attempt).placement,
         "user code": run_dir.code / "snapshot",
         "rlhf_core": Path(rlhf_core.__file__).parent,
-        **{setting: Path(path) for setting, path in spec.data.files.items()},
-        "model.path": _path(spec.model.path),
-        "model.tokenizer": None if spec.model.tokenizer in BUILT_TOKENIZERS else _path(spec.model.tokenizer),
-        **{f"reward.models.{name}": Path(one.path) for name, one in spec.scoring_models.items()},
-        **{setting: Path(path) for setting, path in spec.references.items()},
+        **{setting: Path(path) for setting, path in spec.paths.items()},
     }
-    return {name: fingerprint_or_problem(path) for name, path in sources.items() if path is not None}
-
-
-def _path(text: str) -> Path | None:
-    return Path(text) if text else None
+    return {name: fingerprint_or_problem(path) for name, path in sources.items()}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
