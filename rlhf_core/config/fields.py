@@ -13,8 +13,18 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from rlhf_core.schemas.base import Schema, field_docs
+from rlhf_core.schemas.cluster import SlurmSpec
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.site import ExportSite, NotifySite, PrefectSite, RetentionSite
+
+SITE_TABLES: Mapping[str, type[Schema]] = {
+    "prefect": PrefectSite,
+    "notify": NotifySite,
+    "retention": RetentionSite,
+    "export": ExportSite,
+    "slurm": SlurmSpec,
+}
+"""Tables of ``rlhf.toml``, each a field of ``site.Site``."""
 
 
 @dataclass(frozen=True)
@@ -43,15 +53,10 @@ def describe_fields() -> list[FieldHelp]:
 def describe_site_tables() -> dict[str, tuple[str, list[FieldHelp]]]:
     """Every table of ``rlhf.toml``: its topic and its settings. Without ``[slurm]``, which has the settings of the
     section ``slurm`` of a run."""
-    tables: dict[str, type[Schema]] = {
-        "prefect": PrefectSite,
-        "notify": NotifySite,
-        "retention": RetentionSite,
-        "export": ExportSite,
-    }
     return {
         name: ((schema.__doc__ or "").partition(": ")[2].strip(), list(_describe(schema, "")))
-        for name, schema in tables.items()
+        for name, schema in SITE_TABLES.items()
+        if schema is not SlurmSpec
     }
 
 

@@ -8,10 +8,11 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import ValidationError
 
+from rlhf_core.config.fields import SITE_TABLES
 from rlhf_core.config.problems import MAX_PROBLEMS, explain, flags_for_numbers
 from rlhf_core.config.site_paths import RELATIVE_SQLITE
 from rlhf_core.config.toml_files import SHOWN_CHARACTERS, read_toml, readable, shortened
@@ -68,7 +69,6 @@ SITE_KEYS = {
 }
 """Settings of ``rlhf.toml`` outside its tables, and the variable that overrides each."""
 _PATHS = ("runs", "job_secrets")
-_SITE_TABLES = ("prefect", "notify", "retention", "export", "slurm")
 _SECRETS = {
     "prefect": {"database_url": "RLHF_PREFECT_DATABASE_URL"},
     "notify": {"webhook_url": "RLHF_NOTIFY_WEBHOOK_URL"},
@@ -79,8 +79,6 @@ _DATABASES = tuple(
     f"{name}{suffix}" for name in ("history.db", "prefect/prefect.db") for suffix in ("", "-wal", "-shm")
 )
 """Databases that may be in the home folder. Prefect's contains its secrets and their encryption key."""
-
-Table = TypeVar("Table", bound=Schema)
 
 
 def load_site(environ: Mapping[str, str] | None = None) -> Site:
@@ -112,11 +110,7 @@ def load_site(environ: Mapping[str, str] | None = None) -> Site:
         compute_python=_interpreter(settings.get("compute_python") or sys.executable),
         max_restarts_per_hour=_whole_number(sources, settings.get("max_restarts_per_hour", "60")),
         job_secrets=expanded(settings.get("job_secrets") or str(home / "job-secrets.env")).absolute(),
-        prefect=_site_table(PrefectSite, "prefect", home, settings, environment),
-        notify=_site_table(NotifySite, "notify", home, settings, environment),
-        retention=_site_table(RetentionSite, "retention", home, settings, environment),
-        export=_site_table(ExportSite, "export", home, settings, environment),
-        slurm=_site_table(SlurmSpec, "slurm", home, settings, environment),
+        **{name: _site_table(schema, name, home, settings, environment) for name, schema in SITE_TABLES.items()},
     )
 
 
@@ -139,8 +133,8 @@ def _whole_number(sources: Mapping[str, str], text: str) -> int:
 
 
 def _site_table(
-    schema: type[Table], name: str, home: Path, settings: Mapping[str, Any], environment: Mapping[str, str]
-) -> Table:
+    schema: type[Schema], name: str, home: Path, settings: Mapping[str, Any], environment: Mapping[str, str]
+) -> Any:
     """A table of ``rlhf.toml``; its environment variables take precedence."""
     table = settings.get(name, {})
     secrets = {
@@ -186,13 +180,13 @@ def _site_file(path: Path) -> dict[str, Any]:
         raise BadConfig(f"cannot read the site settings {path}: {error.strerror}") from None
     problems: list[str] = []
     for key, value in list(content.items()):
-        if key in _SITE_TABLES:
+        if key in SITE_TABLES:
             continue
         if len(problems) == MAX_PROBLEMS:
             problems.append("the rest of the file was not checked")
             break
         if key not in SITE_KEYS:
-            problems.append(f'unknown key "{readable(key)}"; {_hint(key, [*SITE_KEYS, *_SITE_TABLES])}')
+            problems.append(f'unknown key "{readable(key)}"; {_hint(key, [*SITE_KEYS, *SITE_TABLES])}')
         elif key == "max_restarts_per_hour" and isinstance(value, int):
             content[key] = str(value)
         elif not isinstance(value, str):

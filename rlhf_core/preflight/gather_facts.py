@@ -30,7 +30,7 @@ from rlhf_core.preflight.facts import (
     Requirement,
     RewardModelFolder,
 )
-from rlhf_core.preflight.gather_trainer import TrainerPlace, inspect_trainer
+from rlhf_core.preflight.gather_trainer import inspect_trainer
 from rlhf_core.preflight.missing_paths import missing
 from rlhf_core.preflight.model_types import read_causal_types, read_model_types
 from rlhf_core.preflight.plugins import load_plugins
@@ -78,11 +78,6 @@ class Surroundings:
     """Version of rlhf-flows that created the run, if it is resumed."""
     baseline: Baseline = field(default_factory=Baseline)
 
-    def trainer_place(self, spec: RunSpec) -> TrainerPlace:
-        """Surroundings of an external trainer."""
-        slurm = spec.slurm.over(self.site.slurm) if self.scheduler == "slurm" else SlurmSpec()
-        return TrainerPlace(self.site.home, self.code_path, slurm)
-
     def of_the_user(self, text: str) -> str:
         """Replace the copies of the user's files in a message by the originals."""
         for source in self.code_sources:
@@ -106,6 +101,8 @@ def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Fa
     # External trainers read the data in their own way, so the content checks do not apply.
     content = _content(spec, around, compute, imports, tick) if usable and native else None
     promoted = Path(spec.promote.folder) if spec.promote.folder else promoted_models(site.runs_dir)
+    slurm = spec.slurm.over(site.slurm) if around.scheduler == "slurm" else SlurmSpec()
+    transformers = Path(compute.transformers) if native and compute.transformers else None
     return Facts(
         spec=spec,
         inventory=around.inventory,
@@ -119,10 +116,8 @@ def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Fa
         code_hash=hash_code(around.code_path, tick),
         files=scan_files(spec, spec.data.files, tick),
         model_config=model_config(spec.model),
-        model_types=read_model_types(Path(compute.transformers), spec.model.config)
-        if compute.transformers and native
-        else ModelTypes(),
-        causal_types=read_causal_types(Path(compute.transformers)) if compute.transformers and native else frozenset(),
+        model_types=read_model_types(transformers, spec.model.config) if transformers else ModelTypes(),
+        causal_types=read_causal_types(transformers) if transformers else frozenset(),
         model_folder=inspect_model(spec.model),
         reward_models=_inspect_reward_models(spec),
         references=_inspect_references(spec),
@@ -138,7 +133,7 @@ def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Fa
         site_slurm=site.slurm,
         job_secrets=site.job_secrets,
         passed_problem=secrets_of(spec, site).problem(),
-        trainer=None if native else inspect_trainer(spec, around.trainer_place(spec), tick),
+        trainer=None if native else inspect_trainer(spec, site.home, around.code_path, slurm, tick),
     )
 
 

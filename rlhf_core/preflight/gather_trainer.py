@@ -6,7 +6,7 @@ Nothing of it is imported: its interpreter runs once and lists the installed pac
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,28 +36,21 @@ _OF_SHELL = frozenset((
 _PRINT_VARIABLES = "import json, os; print(json.dumps(dict(os.environ)))"
 
 
-@dataclass(frozen=True)
-class TrainerPlace:
-    """Surroundings of the program to be started."""
-
-    home: Path
-    """Home folder of the site, which holds the environments."""
-    code: Path
-    """Folder with the copy of the user's code."""
-    slurm: SlurmSpec
-    """Slurm settings of run and site."""
-
-
-def inspect_trainer(spec: RunSpec, place: TrainerPlace, tick: Tick = lambda: None) -> TrainerSide:
+def inspect_trainer(spec: RunSpec, home: Path, code: Path, slurm: SlurmSpec, tick: Tick = lambda: None) -> TrainerSide:
     """Inspect the environment of a run's trainer.
+
+    Args:
+        home: folder of the site, which holds the environments.
+        code: folder with the copy of the user's code.
+        slurm: settings of run and site.
 
     Raises:
         ValueError: the trainer is native.
     """
     trainer = spec.command_trainer
-    if place.slurm.container_image:
-        return TrainerSide(unseen=f"it is in the container {place.slurm.container_image}")
-    values = {**values_of_spec(spec), "code": str(place.code), "drivers": str(drivers_folder())}
+    if slurm.container_image:
+        return TrainerSide(unseen=f"it is in the container {slurm.container_image}")
+    values = {**values_of_spec(spec), "code": str(code), "drivers": str(drivers_folder())}
     line = read_launch_line(filled_argv(spec, values))
     working_dir = _working_dir(trainer, values)
     texts = {name: _script_text(name, working_dir) for name in _scripts(line)}
@@ -68,17 +61,17 @@ def inspect_trainer(spec: RunSpec, place: TrainerPlace, tick: Tick = lambda: Non
         never_resumes=next((name for name, text in texts.items() if never_resumes(text)), ""),
     )
     try:
-        folder = str(environment_folder(trainer.environment, place.home)) if trainer.environment else ""
+        folder = str(environment_folder(trainer.environment, home)) if trainer.environment else ""
     except BadConfig as error:
         return replace(side, problem=str(error))
-    return _with_program(replace(side, folder=folder), trainer, line, place, values, tick)
+    return _with_program(replace(side, folder=folder), trainer, line, [*slurm.setup, *trainer.setup], values, tick)
 
 
 def _with_program(
     side: TrainerSide,
     trainer: CommandTrainer,
     line: LaunchLine,
-    place: TrainerPlace,
+    setup: Sequence[str],
     values: Mapping[str, str],
     tick: Tick,
 ) -> TrainerSide:
@@ -86,7 +79,6 @@ def _with_program(
     variables = {name: fill(value, values) for name, value in trainer.variables.items()}
     search = variables.get("PATH") or os.environ.get("PATH") or os.defpath
     variables["PATH"] = f"{side.folder}/bin{os.pathsep}{search}" if side.folder else search
-    setup = [*place.slurm.setup, *trainer.setup]
     if setup:
         found: Mapping[str, Any] | str = ""
         if _only_prepare(setup):
@@ -112,7 +104,7 @@ def _with_program(
     if python is None:
         return side
     # The ranks also have the user's code on their path; `-m` looks in the folder that it is started in as well.
-    folders = [str(place.code), *([str(working_dir)] if line.is_module and working_dir else [])]
+    folders = [values["code"], *([str(working_dir)] if line.is_module and working_dir else [])]
     code = f"import sys\nsys.path[:] = {folders!r} + [path for path in sys.path if path]\n{LISTING_CODE}"
     modules = [line.program[0]] if line.is_module and line.program else []
     answer = query_program([str(python), "-c", code, *modules], tick, variables=variables, folder=working_dir)

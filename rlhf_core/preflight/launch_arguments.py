@@ -36,6 +36,11 @@ class TrainerArguments:
         """True for a command of ms-swift or TRL, whose defaults are known."""
         return self.line.launcher in ("swift", "trl")
 
+    @property
+    def launcher_options(self) -> dict[str, str]:
+        """Settings of the launcher; those of the launch line win over its config file."""
+        return {**self.side.launcher_settings, **self.line.launcher_options}
+
     def text(self, *names: str) -> str | None:
         """Value of the first of these arguments that is set; None if none is, or it has no value."""
         given = self.line.value(*names)

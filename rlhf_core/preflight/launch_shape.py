@@ -41,7 +41,7 @@ class LaunchShape:
 def launch_shape(arguments: TrainerArguments) -> LaunchShape | None:
     """Shape of a launch line; None for unknown launchers."""
     line = arguments.line
-    options = {**arguments.side.launcher_settings, **line.launcher_options}
+    options = arguments.launcher_options
     match line.launcher:
         case "torchrun" | "torchtune":
             return _torchrun(options, arguments.variables)

@@ -15,7 +15,7 @@ from rlhf_core.machine.interpreters import find_program, interpreter_of
 from rlhf_core.preflight import gather_facts
 from rlhf_core.preflight.facts import TrainerSide
 from rlhf_core.preflight.gather_facts import Surroundings
-from rlhf_core.preflight.gather_trainer import TrainerPlace, inspect_trainer
+from rlhf_core.preflight.gather_trainer import inspect_trainer
 from rlhf_core.preflight.registry import run_checks
 from rlhf_core.schemas.checks import CheckStatus
 from rlhf_core.schemas.cluster import SlurmSpec
@@ -30,7 +30,7 @@ def spec_of(argv: list[str], **trainer: Any) -> RunSpec:
 def inspected(folder: Path, argv: list[str], slurm: SlurmSpec | None = None, **trainer: Any) -> TrainerSide:
     code = folder / "code"
     code.mkdir(exist_ok=True)
-    return inspect_trainer(spec_of(argv, **trainer), TrainerPlace(folder / "home", code, slurm or SlurmSpec()))
+    return inspect_trainer(spec_of(argv, **trainer), folder / "home", code, slurm or SlurmSpec())
 
 
 @pytest.fixture

@@ -118,7 +118,7 @@ def ranks(facts: Facts) -> Iterator[Finding]:
 def logs(facts: Facts) -> Iterator[Finding]:
     """Output in a folder that only the launcher knows is in no log, and unseen by patterns and by the diagnosis."""
     arguments = arguments_of(facts)
-    options = {**arguments.side.launcher_settings, **arguments.line.launcher_options}
+    options = arguments.launcher_options
     if arguments.line.launcher == "trl":
         options |= dict.fromkeys(arguments.line.arguments, "")
     if not _TEES.isdisjoint({*options, *arguments.variables}):
@@ -157,7 +157,7 @@ def cpu(facts: Facts) -> Iterator[Finding]:
     arguments, gpus = arguments_of(facts), facts.spec.resources.gpus_per_node
     if arguments.trainer.framework not in TRANSFORMERS or facts.spec.num_ranks == 1:
         return
-    options = {**arguments.side.launcher_settings, **arguments.line.launcher_options}
+    options = arguments.launcher_options
     by_variable = arguments.variables.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
     uses_cpu = arguments.is_on("use_cpu") or by_variable or "cpu" in options or options.get("use_cpu") == "true"
     if gpus and uses_cpu:

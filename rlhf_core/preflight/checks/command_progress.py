@@ -126,7 +126,7 @@ def weights(facts: Facts) -> Iterator[Finding]:
 
 def _keeps_weights_apart(arguments: TrainerArguments) -> bool:
     """Return True if DeepSpeed saves the part of every rank alone; accelerate has options for what its config lacks."""
-    options = {**arguments.side.launcher_settings, **arguments.line.launcher_options}
+    options = arguments.launcher_options
     zero = arguments.side.deepspeed.get("zero_optimization")
     zero = zero if isinstance(zero, Mapping) else {"stage": "auto", _GATHER: "auto"}
     stage, gathers = str(zero.get("stage")), str(zero.get(_GATHER, "false"))
