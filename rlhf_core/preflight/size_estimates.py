@@ -155,20 +155,12 @@ def _vocabulary_size(spec: RunSpec) -> int:
 def decoder_parameters(config: Mapping[str, Any]) -> int | None:
     """Parameters of a decoder with gated feed-forward layers (Llama, Qwen and similar), from its config; None without
     its dimensions, and for a mixture of experts, whose configs name them differently."""
-    if any("experts" in name for name in config):
+    shape = None if any("experts" in name for name in config) else shape_of(config, 0, 0)
+    if shape is None or not shape.vocabulary:
         return None
-    try:
-        hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
-        num_heads, feed_forward = int(config["num_attention_heads"]), int(config["intermediate_size"])
-        vocabulary = int(config["vocab_size"])
-        head_dim = int(config.get("head_dim") or hidden // max(num_heads, 1))
-        kv_heads = int(config.get("num_key_value_heads") or num_heads)
-    except (KeyError, TypeError, ValueError):
-        return None
-    attention = 2 * hidden * num_heads * head_dim + 2 * hidden * kv_heads * head_dim
-    per_layer = attention + 3 * hidden * feed_forward + 2 * hidden
-    embeddings = vocabulary * hidden * (1 if _is_tied(config) else 2)
-    return layers * per_layer + embeddings + hidden
+    per_layer = 2 * (shape.query + shape.keys) + 3 * shape.feed_forward + 2
+    embeddings = shape.vocabulary * (1 if _is_tied(config) else 2)
+    return shape.hidden * (shape.layers * per_layer + embeddings + 1)
 
 
 def _is_tied(config: Mapping[str, Any]) -> bool:
