@@ -1,5 +1,6 @@
 """Caps on the total resources of all attempts of a run."""
 
+import control_fakes
 import pytest
 from pydantic import ValidationError
 
@@ -8,16 +9,8 @@ from rlhf_core.schemas.run import RunSpec
 
 
 def make_spec(num_nodes: int = 2, gpus_per_node: int = 4, **supervise: float) -> RunSpec:
-    return RunSpec.model_validate(
-        {
-            "name": "toy",
-            "model": {"config": {"model_type": "qwen3"}, "tokenizer": "char"},
-            "data": {"generator": "tasks:digits"},
-            "train": {"num_steps": 20},
-            "resources": {"num_nodes": num_nodes, "gpus_per_node": gpus_per_node, "time_limit_s": 36000},
-            "supervise": supervise,
-        }
-    )
+    resources = {"num_nodes": num_nodes, "gpus_per_node": gpus_per_node, "time_limit_s": 36000}
+    return control_fakes.make_spec(resources=resources, supervise=supervise)
 
 
 def test_without_a_cap_nothing_ends() -> None:

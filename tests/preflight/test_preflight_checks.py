@@ -112,19 +112,20 @@ def with_lora(**settings: Any) -> Facts:
     return with_spec(model={"lora": settings})
 
 
+def loops_of(algorithm: str, warm_start: str = "", **settings: Any) -> dict[str, Any]:
+    """Loops of one step each, with these settings of the main one's algorithm."""
+    main = {"num_steps": 1, "algorithm": {"name": algorithm, **settings}, "optimizer": {"learning_rate": 1e-4}}
+    return {"main": main, "warm_start": {**main, "algorithm": {"name": warm_start}} if warm_start else None}
+
+
 def with_staleness(algorithm: str, engines: int = 2, bound: int = 1, **settings: Any) -> Facts:
     """Healthy facts of a run that samples ahead."""
-    loop = {"num_steps": 1, "algorithm": {"name": algorithm, **settings}, "optimizer": {"learning_rate": 1e-4}}
-    loops = {"main": loop, "warm_start": None}
-    trainer = {"deterministic": bound > 2}
-    return with_spec(rollout={"engines": engines, "max_staleness": bound}, loops=loops, trainer=trainer)
+    rollout, trainer = {"engines": engines, "max_staleness": bound}, {"deterministic": bound > 2}
+    return with_spec(rollout=rollout, loops=loops_of(algorithm, **settings), trainer=trainer)
 
 
-def with_engines(number: int, algorithm: str = "", **sections: Any) -> Facts:
+def with_engines(number: int, **sections: Any) -> Facts:
     """Healthy facts of a run with separate rollout engines."""
-    if algorithm:
-        loop = {"num_steps": 1, "algorithm": {"name": algorithm}, "optimizer": {"learning_rate": 1e-4}}
-        sections["loops"] = {"main": loop, "warm_start": None}
     return with_spec(rollout={"engines": number}, **sections)
 
 
@@ -153,10 +154,8 @@ GPT2 = ModelFolder(Path("/m"), weight_bytes=4000, matrices=frozenset({"c_attn", 
 
 def promoted(algorithm: str, metric: str, warm_start: str = "", *, completions: bool = True) -> Facts:
     """A run whose best checkpoint is promoted by an evaluation."""
-    loop = {"num_steps": 1, "algorithm": {"name": algorithm}, "optimizer": {"learning_rate": 1e-4}}
-    first = {**loop, "algorithm": {"name": warm_start}} if warm_start else None
     return with_spec(
-        loops={"main": loop, "warm_start": first},
+        loops=loops_of(algorithm, warm_start),
         promote={"when": "always", "metric": metric},
         evaluate={"completions": completions},
     )
@@ -170,7 +169,7 @@ def with_keep_best(every: int, metric: str = "greedy", **sections: Any) -> Facts
 
 def with_best_of_pairs(*columns: str) -> Facts:
     """The same with DPO on held-out pairs with these columns."""
-    facts = with_keep_best(20, loops=DPO)
+    facts = with_keep_best(20, loops=loops_of("dpo"))
     held_out = DataFile(Path("/d/eval.jsonl"), num_rows=10, columns=frozenset(columns))
     return replace(facts, files={**facts.files, "data.eval": held_out})
 
@@ -183,7 +182,6 @@ def with_algorithm(**settings: Any) -> Facts:
     return with_spec(loops=loops)
 
 
-DPO = {"main": {"num_steps": 1, "algorithm": {"name": "dpo"}, "optimizer": {"learning_rate": 1e-4}}, "warm_start": None}
 CRITIC_FIRST = {
     "num_steps": 20,
     "algorithm": {"name": "ppo", "critic_warmup_steps": 15},
@@ -208,8 +206,9 @@ def of_type(name: str, **config: Any) -> Facts:
 
 def taught(config: dict[str, Any] | None = None, differs: str = "", folder: str = "/t", **changes: Any) -> Facts:
     """A run that learns from a teacher, with the given facts of its folder and its tokenizer."""
-    main = {"num_steps": 1, "algorithm": {"name": "distillation", "prompts_per_step": 8}, "reference": folder}
-    facts = with_spec(loops={"main": {**main, "optimizer": {"learning_rate": 1e-4}}, "warm_start": None}, **changes)
+    loops = loops_of("distillation", prompts_per_step=8)
+    loops["main"]["reference"] = folder
+    facts = with_spec(loops=loops, **changes)
     setting = "loops.main.reference"
     reference = ModelFolder(Path(folder), weight_bytes=1000, config={**MODEL, **(config or {})})
     report = ContentReport(tokenizer=TokenizerReport(references={setting: differs} if differs else {}))
@@ -306,11 +305,13 @@ def looked_at(
     train: dict[str, Any] | None = None,
     tokens: dict[str, Any] | None = None,
     trial: dict[str, Any] | None = None,
+    held_out: dict[str, Any] | None = None,
     **sections: Any,
 ) -> Facts:
-    """Healthy facts with a report on the data, with changes."""
+    """Healthy facts with a report on the data, with changes; on those held out only if some are given."""
+    held = (TRAIN.model_copy(update={"split": "eval", **held_out}),) if held_out else ()
     report = ContentReport(
-        splits=(TRAIN.model_copy(update=train or {}),),
+        splits=(TRAIN.model_copy(update=train or {}), *held),
         tokenizer=TOKENS.model_copy(update=tokens or {}),
         rewards=(RewardTrial.model_validate({**TRIAL.model_dump(), **(trial or {})}),),
     )
@@ -395,7 +396,8 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
      replace(with_spec(data={"prompt_template": "{{prompt}}"}), resume=CheckpointFacts("step-000010", 10, num_ranks=2)),
      "with single braces"),
     ("data.templates", WARNING, with_spec(data={"completion_template": "yes"}), "unless one text for all rows"),
-    ("data.templates", WARNING, with_spec(loops=DPO, data={"rejected_template": "No."}), "rejected_template = 'No.'"),
+    ("data.templates", WARNING, with_spec(loops=loops_of("dpo"), data={"rejected_template": "No."}),
+     "rejected_template = 'No.'"),
     ("data.columns", BLOCKED, with_spec(data={"prompt_column": "question"}), "answer, prompt"),
     ("data.columns", BLOCKED, with_spec(data={"prompt_template": "{context} {prompt}"}), "'context'"),
     ("data.columns", BLOCKED, with_spec(data={"answer_column": "gold"}), 'data.answer_column="" if no reward needs'),
@@ -494,7 +496,7 @@ BROKEN: list[tuple[str, CheckStatus, Facts, str]] = [
      with_spec(rollout={"engines": 2, "vllm": {"tensor_parallel": 2, "enforce_eager": True}}),
      'rollout.vllm.enforce_eager, rollout.vllm.tensor_parallel with rollout.engine = "transformers"'),
     ("rollout.unused", WARNING, with_spec(rollout={"sync": {"delta": True}}), "rollout.sync.delta"),
-    ("rollout.engines", BLOCKED, with_engines(2, algorithm="dpo"), "no loop samples (dpo)"),
+    ("rollout.engines", BLOCKED, with_engines(2, loops=loops_of("dpo")), "no loop samples (dpo)"),
     ("rollout.engines", BLOCKED, with_engines(7, resources={"num_nodes": 2}), "rollout.engines=6 or rollout.engines=8"),
     ("rollout.engines", BLOCKED, with_engines(4, resources={"ranks_per_node": 6, "gpus_per_node": 8}),
      "set resources.ranks_per_node=4"),
@@ -693,16 +695,11 @@ def test_stretched_positions_are_positions(scaling: dict[str, Any], positions: i
         assert found(facts, "model.length")[0].status is status
 
 
-SUPERVISED = {"num_steps": 1, "algorithm": {"name": "sft"}, "optimizer": {"learning_rate": 1e-4}}
-"""A main loop that learns from rows."""
-
-
-@pytest.mark.parametrize(("main", "blocked"), [(SUPERVISED, True), ({}, False)], ids=["learns-from-rows", "samples"])
-def test_held_out_rows_fit_the_model_if_they_are_read(main: dict[str, Any], blocked: bool) -> None:
-    facts = looked_at(loops={"main": main, "warm_start": None} if main else {})
-    held = TRAIN.model_copy(update={"split": "eval", "longest_taught": 1025})
-    assert facts.content is not None
-    facts = replace(facts, content=facts.content.model_copy(update={"splits": (TRAIN, held)}))
+@pytest.mark.parametrize(
+    ("loops", "blocked"), [(loops_of("sft"), True), ({}, False)], ids=["learns-from-rows", "samples"]
+)
+def test_held_out_rows_fit_the_model_if_they_are_read(loops: dict[str, Any], blocked: bool) -> None:
+    facts = looked_at(loops=loops, held_out={"longest_taught": 1025})
     findings = [one.found for one in found(facts, "content.lengths") if one.status is CheckStatus.BLOCKED]
     assert ["data.eval" in one and "1025 tokens" in one for one in findings] == [True] * blocked
 
@@ -716,20 +713,14 @@ def test_held_out_rows_fit_the_model_if_they_are_read(main: dict[str, Any], bloc
     ],
 )
 def test_held_out_rows_of_one_label_are_found(labels: tuple[bool, ...], statuses: list[CheckStatus]) -> None:
-    main = {**SUPERVISED, "algorithm": {"name": "kto"}}
-    facts = looked_at(loops={"main": main, "warm_start": None})
-    assert facts.content is not None
-    train, held = (TRAIN.model_copy(update={"labels": (False, True)}), TRAIN.model_copy(update={"labels": labels}))
-    splits = (train, held.model_copy(update={"split": "eval"}))
-    facts = replace(facts, content=facts.content.model_copy(update={"splits": splits}))
+    facts = looked_at({"labels": (False, True)}, loops=loops_of("kto"), held_out={"labels": labels})
     assert [one.status for one in found(facts, "content.labels")] == statuses
 
 
 @pytest.mark.parametrize(("completes", "status"), [(False, CheckStatus.PASSED), (True, CheckStatus.BLOCKED)])
 def test_room_for_completions_is_needed_where_some_are_sampled(completes: bool, status: CheckStatus) -> None:
-    loops = {"main": SUPERVISED, "warm_start": None}
     sections = {"data": {"max_prompt_tokens": 1024}, "evaluate": {"completions": completes}}
-    (finding,) = found(with_spec(loops=loops, **sections), "model.length")
+    (finding,) = found(with_spec(loops=loops_of("sft"), **sections), "model.length")
     assert finding.status is status
 
 
@@ -959,8 +950,8 @@ def test_nodes_without_gpus_or_of_another_kind_are_not_odd() -> None:
 
 def test_a_node_that_is_excluded_does_not_count() -> None:
     facts = on_gpus({"a": 8, "b": 8, "c": 7})
-    spec = facts.spec.model_copy(update={"slurm": facts.spec.slurm.model_copy(update={"exclude": ("c",)})})
-    assert [one.status for one in found(replace(facts, spec=spec), "resources.uneven_gpus")] == [CheckStatus.PASSED]
+    facts = replace(facts, spec=with_changes(facts.spec, {"slurm.exclude": ["c"]}))
+    assert [one.status for one in found(facts, "resources.uneven_gpus")] == [CheckStatus.PASSED]
 
 
 def test_a_file_system_that_counts_no_files_is_not_judged() -> None:
@@ -1086,11 +1077,10 @@ def test_a_reward_model_that_can_score_is_named_with_its_fingerprint() -> None:
 
 
 def test_a_reward_model_that_scores_nothing_is_reported() -> None:
-    models = {"reward": {"models": {"good": {"path": "/m"}}}}
-    loops = {"main": {"algorithm": {"name": "dpo"}, "num_steps": 1, "optimizer": {"learning_rate": 1e-3}}}
-    (unused,) = found(with_spec(loops={"warm_start": None, **loops}, **models), "reward.models")
+    sections = {"reward": {"models": {"good": {"path": "/m"}}}, "loops": loops_of("dpo")}
+    (unused,) = found(with_spec(**sections), "reward.models")
     assert (unused.status, "evaluate.scorer" in unused.expected) == (WARNING, True)
-    measured = with_spec(loops={"warm_start": None, **loops}, evaluate={"scorer": "reward.models.good"}, **models)
+    measured = with_spec(evaluate={"scorer": "reward.models.good"}, **sections)
     assert found(measured, "reward.models") == []
 
 

@@ -11,10 +11,10 @@ from test_preflight_checks import GIB, found, healthy
 
 from rlhf_core.preflight.facts import BadRows, Baseline, CheckpointFacts, DataFile, Facts, ModelFolder, TrainerSide
 from rlhf_core.preflight.registry import CHECKS, run_checks
+from rlhf_core.schemas.changes import with_changes
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.command_trainer import SIGHTS, CommandTrainer, ProgressSource
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.schemas.supervision import SuperviseSpec
 
 BLOCKED, WARNING, SKIPPED, PASSED = CheckStatus.BLOCKED, CheckStatus.WARNING, CheckStatus.SKIPPED, CheckStatus.PASSED
 NODES = "--nnodes {num_nodes} --nproc_per_node {ranks_per_node} --node_rank {node_rank} --master_addr {master_addr}"
@@ -170,7 +170,7 @@ def test_sources_that_see_nothing_of_a_program_on_ray_are_named() -> None:
     assert silent == {"callback", "collectives", "activity", "stacks"}
     (floor,) = [one for one in results if one.status is WARNING]
     assert "supervise.floor_s = 120" in floor.found
-    raised = replace(ray, spec=ray.spec.model_copy(update={"supervise": SuperviseSpec(floor_s=1800)}))
+    raised = replace(ray, spec=with_changes(ray.spec, {"supervise.floor_s": 1800}))
     assert not [one for one in found(raised, "command.progress") if one.status is WARNING]
 
 
@@ -183,8 +183,7 @@ GATHER = "stage3_gather_16bit_weights_on_model_save"
 
 def evaluated(facts: Facts) -> Facts:
     """The same with an evaluation after training."""
-    data = facts.spec.data.model_copy(update={"eval": "/d/eval.jsonl"})
-    return replace(facts, spec=facts.spec.model_copy(update={"data": data}))
+    return replace(facts, spec=with_changes(facts.spec, {"data.eval": "/d/eval.jsonl"}))
 
 
 ONE_NODE = {"resources": {"num_nodes": 1}}
@@ -362,10 +361,8 @@ def test_a_program_on_gpus_gets_enough_cores() -> None:
     cores = {1: WARNING, 3: WARNING, 4: PASSED}
     for cpus, status in cores.items():
         facts = on_gpus(TORCHRUN)
-        resources = facts.spec.resources.model_copy(update={"cpus_per_rank": cpus})
-        (result,) = found(
-            replace(facts, spec=facts.spec.model_copy(update={"resources": resources})), "resources.cores"
-        )
+        facts = replace(facts, spec=with_changes(facts.spec, {"resources.cpus_per_rank": cpus}))
+        (result,) = found(facts, "resources.cores")
         assert (result.status, "cpus_per_rank=4" in result.advice) == (status, status is WARNING)
     assert [one.status for one in found(command(), "resources.cores")] == [PASSED], "no GPUs"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from control_fakes import FakeScheduler
-from test_preflight_checks import found, healthy, with_spec
+from test_preflight_checks import found, healthy, loops_of, with_spec
 
 from rlhf_core.control import run_plan
 from rlhf_core.preflight.facts import DataFile, Facts, ModelFolder, RewardModelFolder
@@ -82,7 +82,7 @@ def big(kind: str = "h100", ranks: int = 8, **sections: Any) -> Facts:
     for name, values in sections.items():
         settings[name] = {**settings.get(name, {}), **values}
     facts = with_spec(**settings)
-    spec = facts.spec.model_copy(update={"model": facts.spec.model.model_copy(update={"dtype": "bfloat16"})})
+    spec = with_changes(facts.spec, {"model.dtype": "bfloat16"})
     inventory = FakeScheduler(gpus_per_node=ranks).inventory()
     return replace(facts, spec=spec, model_config=QWEN3_8B, inventory=inventory)
 
@@ -608,8 +608,7 @@ def test_passes_over_held_out_rows_do_not_depend_on_the_rows_of_a_step(
 def test_whole_weights_are_counted_if_only_the_loss_is_evaluated() -> None:
     """Weights split over ranks are whole while they are evaluated before the main loop; the optimizer, which would need
     as much memory later, is in main memory."""
-    loop = {"num_steps": 1, "algorithm": {"name": "sft", "batch_size": 32}, "optimizer": {"learning_rate": 1e-4}}
-    loops, evaluate = {"main": loop, "warm_start": None}, {"completions": False}
+    loops, evaluate = loops_of("sft", batch_size=32), {"completions": False}
     spec = big(loops=loops, evaluate=evaluate, trainer={"zero_stage": 3, "offload": "optimizer"}).spec
     assert spec.row_evaluations == ("loss",)
     assert trainer_estimate(spec, shape()).moments["load"]["whole weights"] > 0
@@ -894,8 +893,7 @@ def test_an_engine_may_take_the_share_that_rlhf_plan_proposes(share: float, stat
 )
 def test_whole_weights_and_a_cache_are_counted_only_where_something_is_sampled(algorithm: str, samples: bool) -> None:
     """Held-out pairs (SimPO) may have answers; a reward model completes nothing, and a label tells no right answer."""
-    loop = {"num_steps": 1, "algorithm": {"name": algorithm, "batch_size": 32}, "optimizer": {"learning_rate": 1e-4}}
-    facts = with_spec(loops={"main": loop, "warm_start": None}, trainer={"kind": "native", "zero_stage": 3})
+    facts = with_spec(loops=loops_of(algorithm, batch_size=32), trainer={"kind": "native", "zero_stage": 3})
     assert ("sample" in trainer_estimate(facts.spec, shape()).moments) is samples
     assert ("sample" in evaluator_estimate(facts.spec, shape()).moments) is samples
 

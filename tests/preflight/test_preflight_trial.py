@@ -283,8 +283,7 @@ def test_a_trial_that_cannot_be_made_is_not_proposed(facts: Facts, message: str)
     assert finding.status is CheckStatus.SKIPPED
     assert "no trial can be made" in finding.found
     assert message in finding.found
-    run = facts.spec.preflight.model_copy(update={"trial": "run"})
-    assert not is_due(facts.spec.model_copy(update={"preflight": run}), [finding])
+    assert not is_due(with_changes(facts.spec, {"preflight.trial": "run"}), [finding])
 
 
 def test_the_versions_of_the_environment_that_trains_count() -> None:
