@@ -2,10 +2,10 @@
 
 import posixpath
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from rlhf_core.shell.blocks import Block, CommandList
 from rlhf_core.shell.conditions import Outcome, both
 from rlhf_core.shell.lexer import ShellToken
 from rlhf_core.shell.values import ShellValue, distinct
@@ -17,55 +17,85 @@ _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\[[^\]]*\])?(\+?=)(.*)", re.ASCII | re.D
 DECLARING = frozenset(["export", "readonly", "declare", "typeset", "local"])
 
 
+@dataclass(eq=False)
+class Part:
+    """Commands that all run or all do not: a branch, a loop, the right side of ``&&``, the body of a function."""
+
+    outer: Outcome = True
+    """State of the place where it begins."""
+    runs: Outcome = True
+    """True if it runs whenever that place does."""
+    is_loop: bool = False
+    is_left: bool = False
+    """True for a loop with a ``break`` or ``exit`` that may have run."""
+    assigned: dict[str, int] = field(default_factory=dict)
+    """Lines in which it sets variables, if it may or may not run."""
+
+    @property
+    def state(self) -> Outcome:
+        """True if its commands run for sure, False if never, None if only a shell would know."""
+        return both(self.outer, self.runs)
+
+
 @dataclass
 class Assignments:
     """Variables of a shell at a place of its script."""
 
     variables: ShellVariables
     exported: set[str] = field(default_factory=set, init=False)
-    blocks: list[Block] = field(default_factory=list, init=False)
-    chain: CommandList = field(default_factory=CommandList, init=False)
+    parts: list[Part] = field(default_factory=lambda: [Part()], init=False)
+    """Parts around the place, from the outermost of its function, subshell or file."""
     hidden: dict[str, ShellValue | None] = field(default_factory=dict, init=False)
     """Values that the local variables of the function that is followed have outside of it; None for unknown ones."""
-    has_ended: bool = field(default=False, init=False)
-    """True after an ``exit`` that every run of the script comes to."""
     line: int = field(default=0, init=False)
     """Line of the call, while a function of another file, or a text, is followed."""
 
     @property
     def state(self) -> Outcome:
-        """True if a command here runs for sure, False if never, None if only a shell would know."""
-        found: Outcome = False if self.has_ended else self.chain.guard
-        for block in self.blocks:
-            found = both(found, both(block.outer, block.runs))
-        return found
+        """State of the innermost part."""
+        return self.parts[-1].state
 
-    def leave_part(self, block: Block) -> None:
-        """Forget the values of variables that a part set, if it may or may not have run."""
-        assigned, block.assigned = block.assigned, {}
-        for name, line in assigned.items():
-            self.doubt(name, line, [one for one in self.blocks if one is not block])
+    @contextmanager
+    def part(self, runs: Outcome, *, is_loop: bool = False) -> Iterator[Part]:
+        """Follow a part that runs if the place does and with this outcome, and forget what it may have set."""
+        part = Part(self.state, runs, is_loop)
+        self.parts.append(part)
+        yield part
+        self.parts.pop()
+        self._leave(part)
 
-    def doubt(self, name: str, line: int, blocks: Sequence[Block]) -> None:
+    @contextmanager
+    def body(self) -> Iterator[Part]:
+        """Follow a function, subshell or file, whose commands cannot leave the loops around it."""
+        outer, body = self.parts, Part(self.state)
+        self.parts = [body]
+        yield body
+        self.parts = outer
+        self._leave(body)
+
+    def _leave(self, part: Part) -> None:
+        for name, line in part.assigned.items():
+            if part.runs is None:
+                self.doubt(name, line)
+            elif self.state is None:
+                self.parts[-1].assigned[name] = line
+
+    def doubt(self, name: str, line: int) -> None:
+        """Forget the value of a variable that a part sets which may or may not have run."""
         text = f"${name} (assigned in a branch, line {line})"
         self.variables.known[name] = ShellValue(f"${name}", (text,))
-        outer = doubtful(blocks)
-        if outer is not None:
-            outer.assigned[name] = line
+        if self.state is None:
+            self.parts[-1].assigned[name] = line
 
     def assign(self, name: str, value: ShellValue, line: int, *, adds: bool = False) -> None:
         """Set a variable; if set in a branch that may not run, its value is unknown after the branch."""
         if self.state is False:
             return
-        block = doubtful(self.blocks)
-        if self.state is None and (self.chain.guard is None or block is None):
-            self.doubt(name, self.line or line, self.blocks)
-            return
         if adds and name in self.variables.known:
             value = _sum(self.variables.known[name], value)
         self.variables.known[name] = value
-        if self.state is None and block is not None:
-            block.assigned[name] = self.line or line
+        if self.state is None:
+            self.parts[-1].assigned[name] = self.line or line
 
     def folder(self) -> str:
         found = self.variables.known.get("PWD")
@@ -114,11 +144,6 @@ class Assignments:
                 self.assign(name, ShellValue("", items=()), token.line)
             if exports and NAME.fullmatch(name) and len(self.exported) < _MAX_EXPORTED:
                 self.exported.add(name)
-
-
-def doubtful(blocks: Sequence[Block]) -> Block | None:
-    """Innermost block that may or may not run."""
-    return next((block for block in reversed(blocks) if both(block.outer, block.runs) is None), None)
 
 
 def _sum(one: ShellValue, other: ShellValue) -> ShellValue:

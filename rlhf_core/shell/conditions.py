@@ -4,11 +4,27 @@ import fnmatch
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from rlhf_core.shell.values import calculated
 
+_MAX_NESTED = 50
+
 Outcome = bool | None
 """True or false; None if only a shell would know."""
+
+
+class Ended(NamedTuple):
+    """The way in which commands end."""
+
+    sure: Outcome = None
+    likely: Outcome = True
+    """The same if commands other than tests succeed, as they usually do."""
+
+    def then(self, joint: str, other: "Ended") -> "Ended":
+        """The way of both, joined by ``&&`` or ``||``."""
+        join = both if joint == "&&" else either
+        return Ended(join(self.sure, other.sure), join(self.likely, other.likely))
 
 
 @dataclass(frozen=True)
@@ -38,6 +54,8 @@ def opposite(outcome: Outcome) -> Outcome:
 
 def outcome_of_test(words: Sequence[ConditionWord]) -> Outcome:
     """Outcome of ``[ ... ]``, ``[[ ... ]]`` or ``test ...``, given the words between the brackets."""
+    if sum(word.text in ("(", "!") for word in words) > _MAX_NESTED:
+        return None
     return _Test([*words]).outcome()
 
 

@@ -1,13 +1,20 @@
-"""Follow the commands of a shell script in the order in which a shell would run them, without running any. Pure."""
-
+import fnmatch
 import posixpath
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from rlhf_core.shell.assignments import DECLARING, NAME, Assignments, doubtful
-from rlhf_core.shell.blocks import CLOSING, OPENING, PREFIXES, Block, CommandList, end_of_group, is_pattern_of
-from rlhf_core.shell.conditions import ConditionWord, Outcome, outcome_of_calculation, outcome_of_test
+from rlhf_core.shell.assignments import DECLARING, NAME, Assignments
+from rlhf_core.shell.conditions import (
+    ConditionWord,
+    Ended,
+    Outcome,
+    both,
+    either,
+    opposite,
+    outcome_of_calculation,
+    outcome_of_test,
+)
 from rlhf_core.shell.lexer import FOLDER_OF_SCRIPT, ShellLexer, ShellPiece, ShellToken, UnclosedShell
 from rlhf_core.shell.values import ShellCommand, ShellValue
 
@@ -16,6 +23,8 @@ _MAX_ROUNDS = 100
 """Most rounds of one loop that are followed."""
 _MAX_NESTED = 12
 """Most functions, sourced files and texts of ``eval`` within each other."""
+_MAX_BLOCKS = 50
+"""Most branches, loops and groups within each other, those of functions included."""
 _MAX_STEPS = 20_000
 """Most commands that are followed in loops, functions and other files."""
 _MAX_TEXTS = 100
@@ -23,9 +32,12 @@ _MAX_TEXTS = 100
 
 _CHANGED = re.compile(r"([A-Za-z_]\w*)\s*(?:\+\+|--|[-+*/%]?=(?!=))|(?:\+\+|--)([A-Za-z_]\w*)", re.ASCII)
 _REDIRECTIONS = frozenset(["&>>", "&>", ">>", "<<<", ">&", "<&", ">|", ">", "<"])
+_SEPARATORS = frozenset(["\n", ";", "&", ";;", ")", "|", "|&", "&&", "||"])
+_CLOSING = frozenset(["then", "elif", "else", "fi", "do", "done", "esac", "}"])
 _TESTS = frozenset(["[", "[[", "test"])
 _SHELLS = frozenset(["bash", "sh", "zsh", "dash", "sbatch"])
 """Programs that run a script from their standard input."""
+_END = ShellToken(0)
 
 
 @dataclass
@@ -37,7 +49,12 @@ class ScriptFollower(Assignments):
     notes: list[str] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
     functions: dict[str, Sequence[ShellToken]] = field(default_factory=dict)
+    tokens: Sequence[ShellToken] = ()
+    at: int = 0
+    """Index of the next token."""
     nested: int = 0
+    blocks: int = 0
+    """Branches, loops and groups around the place."""
     steps: int = 0
     texts: int = 0
     subshells: tuple[int, ...] = ()
@@ -49,7 +66,7 @@ class ScriptFollower(Assignments):
         """Follow the tokens of a script.
 
         Raises:
-            UnclosedShell: it has too many commands, or the tokens end with this error.
+            UnclosedShell: it has too many commands or blocks, or the tokens end with this error.
         """
         tokens: list[ShellToken] = []
         try:
@@ -59,176 +76,222 @@ class ScriptFollower(Assignments):
 
     # -- control flow
 
+    @property
+    def _token(self) -> ShellToken:
+        return self.tokens[self.at] if self.at < len(self.tokens) else _END
+
+    @property
+    def _mark(self) -> str:
+        """The next token if it is an operator or a plain word; otherwise empty."""
+        return self._token.operator or self._token.plain
+
+    def _pass(self, *marks: str) -> bool:
+        """Go on after the next token if it is one of these."""
+        found = self._mark in marks
+        self.at += found
+        return found
+
     def _run(self, tokens: Sequence[ShellToken]) -> None:
-        at, words = 0, list[ShellToken]()
-        redirected, target, here = False, ShellToken(0), None
-        is_after_group = False
-        while at < len(tokens):
-            token = tokens[at]
-            at += 1
-            if self._is_at_pattern():
-                if token.plain == "esac" and not words:
-                    self.blocks[-1].at_pattern = False
-                    words = [token]
-                elif token.operator == ")":
-                    self._matched(words)
-                    words = []
-                else:
-                    words += [token] if token.pieces else []
-                continue
-            in_test = is_pattern_of(words)
-            if token.operator in ("<<", "<<-"):
-                here = token
-            elif token.pieces and redirected:
-                target, redirected = token, False
-            elif token.pieces:
-                words.append(token)
-                if len(words) >= 3 and words[-3].plain == "case" and token.plain == "in":
-                    self._command(words, "", tokens)
-                    words = []
-                elif token.plain == "{" and len(words) == 3 and words[0].plain == "function":
-                    at = self._define(words[1].plain, tokens, at - 1)
-                    words = []
-            elif in_test:
-                operator = ShellPiece("text", token.operator, token.operator, quoted=False)
-                words += [] if token.operator == "\n" else [replace(token, operator="", pieces=(operator,))]
-            elif token.operator in _REDIRECTIONS:
-                redirected = True
-            elif token.operator == "(" and words and tokens[at : at + 1] and tokens[at].operator == ")":
-                at = self._define(words[-1].plain, tokens, at + 1)
-                words = []
-            elif token.operator == "(" and all(word.plain in PREFIXES | OPENING for word in words):
-                self._command(words, "", tokens)
-                end = end_of_group(tokens, at - 1) or len(tokens)
-                self._subshell(tokens[at:end])
-                at, words, is_after_group = end + 1, [], True
-            elif token.operator:
-                if here is not None:
-                    self._here_document(words, here, target, token.operator)
-                jump = self._command(words, token.operator, tokens)
-                if words or is_after_group or token.operator != "\n":  # a command may go on in the line after || or &&
-                    self.chain.end(token.operator)
-                at = jump if jump is not None else at
-                if token.operator == ";;" and self.blocks and self.blocks[-1].kind == "case":
-                    self.leave_part(self.blocks[-1])
-                    self.blocks[-1].at_pattern = True
-                words, redirected, target, here = [], False, ShellToken(0), None
-                is_after_group = False
-        self._command(words, "", tokens)
+        before, self.tokens, self.at = (self.tokens, self.at), tokens, 0
+        self._statements()
+        self.tokens, self.at = before
 
-    def _is_at_pattern(self) -> bool:
-        return bool(self.blocks) and self.blocks[-1].at_pattern
+    def _statements(self, *ends: str) -> Ended:
+        """Follow commands up to one of these marks, which closes them; return the way in which the last one ends."""
+        ended = Ended()
+        while self.at < len(self.tokens) and self._mark not in ends:
+            if not self._pass(*_SEPARATORS, *_CLOSING):
+                ended = self._list()
+        return ended
 
-    def _matched(self, patterns: Sequence[ShellToken]) -> None:
-        """Enter the part of a ``case`` with these patterns."""
-        values = [self._condition_word(token) for token in patterns]
-        self.blocks[-1].enter([(value.text, value.is_known) for value in values])
-        self.chain = CommandList()
+    def _list(self) -> Ended:
+        ended = self._pipeline()
+        while (joint := self._mark) and self._pass("&&", "||"):
+            runs = ended.likely if joint == "&&" else opposite(ended.sure)
+            with self.part(runs):
+                other = self._pipeline()
+            if runs is not False:
+                ended = ended.then(joint, other)
+        return ended
 
-    def _define(self, name: str, tokens: Sequence[ShellToken], at: int) -> int:
-        """Keep the body of a function for its calls, and return the index after it."""
-        while at < len(tokens) and tokens[at].operator == "\n":
-            at += 1
-        end = end_of_group(tokens, at)
-        if end is None:
-            return at
-        self.functions[name] = tokens[at + 1 : end]
-        return end + 1
+    def _pipeline(self) -> Ended:
+        is_negated = False
+        self._pass_lines()
+        while (mark := self._mark) and self._pass("!", "time"):
+            is_negated ^= mark == "!"
+        ended = self._command()
+        while self._pass("|", "|&"):
+            self._pass_lines()
+            ended = self._command()
+        return Ended(opposite(ended.sure), opposite(ended.sure)) if is_negated else ended
 
-    def _subshell(self, tokens: Sequence[ShellToken]) -> None:
+    def _pass_lines(self) -> None:
+        while self._pass("\n"):
+            pass
+
+    def _command(self) -> Ended:
+        self.blocks += 1
+        if self.blocks > _MAX_BLOCKS:
+            raise UnclosedShell(f"more than {_MAX_BLOCKS} blocks within each other")
+        ended = self._block()
+        self.blocks -= 1
+        return ended
+
+    def _block(self) -> Ended:
+        """Follow a block, a definition of a function, or a simple command."""
+        if self._mark in ("while", "until"):
+            self._while()
+        elif self._pass("if"):
+            self._if()
+        elif self._pass("for", "select"):
+            self._for()
+        elif self._pass("case"):
+            self._case()
+        elif self._pass("{"):
+            self._statements("}")
+            self._pass("}")
+        elif self._pass("("):
+            self._subshell()
+        elif self._pass("function") or [one.operator for one in self.tokens[self.at + 1 : self.at + 3]] == ["(", ")"]:
+            self._define()
+        else:
+            return self._simple()
+        self._words()  # redirections
+        return Ended()
+
+    def _if(self) -> None:
+        taken: Outcome = False
+        goes_on = True
+        while goes_on:
+            with self.part(opposite(taken)):
+                met = self._statements("then").sure
+            runs = both(opposite(taken), met)
+            with self.part(runs):
+                self._statements("elif", "else", "fi")
+            taken = either(taken, runs)
+            goes_on = self._pass("elif")
+        with self.part(opposite(taken)):  # without an `else`, it is empty
+            self._statements("fi")
+        self._pass("fi")
+
+    def _while(self) -> None:
+        is_until, start = self._mark == "until", self.at + 1
+        with self.part(True, is_loop=True) as loop:
+            for _ in range(_MAX_ROUNDS + 1):
+                self.at, loop.runs = start, True
+                met = self._statements("do").sure
+                condition = self.tokens[start : self.at]
+                loop.runs = opposite(met) if is_until else met
+                self._statements("done")
+                if loop.state is not True or loop.is_left or not _vary(condition) or self.steps >= _MAX_STEPS:
+                    break
+            loop.runs = None  # the values of a further round are unknown
+        self._pass("done")
+
+    def _for(self) -> None:
+        variable = self._token
+        found = NAME.match(variable.pieces[0].text.strip()) if variable.pieces else None  # NAME in, ((NAME = 0
+        with self.part(None, is_loop=True):
+            if found and self.state is not False:
+                self.doubt(found[0], self.line or variable.line)
+            while self.at < len(self.tokens) and self._mark not in ("do", "\n", ";"):
+                self.at += 1
+            self._statements("done")
+        self._pass("done")
+
+    def _case(self) -> None:
+        word = self._condition_word(self._token)
+        taken: Outcome = False
+        self.at += 2
+        self._pass_lines()
+        while self.at < len(self.tokens) and not self._pass("esac"):
+            found: Outcome = False
+            while self.at < len(self.tokens) and not self._pass(")"):
+                if self._token.pieces:
+                    found = either(found, _is_of_pattern(word, self._condition_word(self._token)))
+                self.at += 1
+            runs = both(opposite(taken), found)
+            taken = either(taken, runs)
+            with self.part(runs):
+                self._statements(";;", "esac")
+            self._pass(";;")
+            self._pass_lines()
+
+    def _subshell(self) -> None:
         """Follow ``( ... )``, whose variables and folder end with it."""
+        known, exported, outer = self.variables.known, self.exported, self.subshells
+        self.variables.known, self.exported, self.subshells = {**known}, {*exported}, (*outer, len(self.commands))
+        with self.body() as body:
+            self._statements(")")
+            body.assigned.clear()
+        self.variables.known, self.exported, self.subshells = known, exported, outer
+        self._pass(")")
+
+    def _define(self) -> None:
+        """Keep the body of a function for its calls."""
+        name = self._token.plain
+        self.at += 1
+        self.at += 2 * (self._mark == "(")  # f(), function f()
+        self._pass_lines()
+        start = self.at
+        in_function, self.variables.in_function = self.variables.in_function, True  # its arguments are its own
+        with self.part(False):
+            self._command()
+        self.variables.in_function = in_function
         if self.state is not False:
-            known, exported, outer = self.variables.known, self.exported, self.subshells
-            self.variables.known, self.exported, self.subshells = {**known}, {*exported}, (*outer, len(self.commands))
-            self._within(tokens, None)
-            self.variables.known, self.exported, self.subshells = known, exported, outer
-        self.chain.done(None, likely=True)
-
-    def _command(self, words: Sequence[ShellToken], end: str, all_tokens: Sequence[ShellToken]) -> int | None:
-        """Process the words between two separators; return the index to go on at, if a loop begins again."""
-        tokens = [*words]
-        while tokens and tokens[0].plain in PREFIXES | CLOSING | OPENING:
-            token = tokens.pop(0)
-            if token.plain in CLOSING:
-                jump = self._close()
-                if jump is not None:
-                    return jump
-            elif token.plain in OPENING:
-                self._open(token, tokens, next(at for at, one in enumerate(all_tokens) if one is token))
-                if token.plain in ("for", "select", "case"):
-                    return None
-            elif token.plain == "!":
-                self.chain.negate()
-            elif token.plain != "time" and self.blocks:
-                self.leave_part(self.blocks[-1])
-                self.blocks[-1].go_on(token.plain, self.chain.sure)
-                self.chain = CommandList()
-        if tokens and self.state is not False:
-            self._simple(tokens, end)
-        return None
-
-    def _open(self, token: ShellToken, rest: list[ShellToken], start: int) -> None:
-        kind = token.plain
-        block = Block(kind, self.chain.guard, start)
-        block.in_condition = kind in ("while", "until")
-        if kind == "case" and rest:
-            word = self._condition_word(rest[0])
-            block.word = word.text if word.is_known else None
-            block.at_pattern = True
-        self.blocks.append(block)
-        self.chain = CommandList()
-        if kind in ("for", "select") and rest:
-            found = NAME.match(rest[0].pieces[0].text.strip())  # for NAME in, for ((NAME = 0
-            name = found[0] if found else ""
-            block.runs = None
-            if NAME.fullmatch(name):
-                self.assign(name, ShellValue(""), token.line)
-
-    def _close(self) -> int | None:
-        """Leave the innermost block; return the index to go on at, if a loop begins again."""
-        if not self.blocks:
-            return None
-        block = self.blocks[-1]
-        again = block.is_again and self.state is True and block.rounds < _MAX_ROUNDS and self.steps < _MAX_STEPS
-        if again:
-            block.begin_again()
-            self.chain = CommandList()
-            return block.start + 1
-        self.blocks.pop()
-        self.leave_part(block)
-        self.chain = CommandList(guard=block.outer)
-        self.chain.done(None, likely=True)
-        return None
+            self.functions[name] = self.tokens[start : self.at]
 
     # -- commands
 
-    def _simple(self, tokens: list[ShellToken], end: str) -> None:
-        """Process a command without keywords."""
+    def _words(self) -> tuple[list[ShellToken], ShellToken | None, ShellToken]:
+        """Go on to the end of a command; return its words, its here-document, and the file that it redirects to."""
+        words, here, target = list[ShellToken](), None, _END
+        is_condition = self._mark == "[["
+        while self.at < len(self.tokens):
+            token = self._token
+            if token.operator in ("<<", "<<-"):
+                here = token
+            elif token.pieces:
+                words.append(token)
+                is_condition &= token.plain != "]]"
+            elif is_condition:
+                operator = ShellPiece("text", token.operator, token.operator, quoted=False)
+                words += [] if token.operator == "\n" else [replace(token, operator="", pieces=(operator,))]
+            elif token.operator in _REDIRECTIONS:
+                self.at += 1
+                target = self._token
+            else:
+                break
+            self.at += 1
+        return words, here, target
+
+    def _simple(self) -> Ended:
+        """Follow a command without keywords."""
+        tokens, here, target = self._words()
+        if here is not None and self.state is not False:
+            self._here_document(tokens, here, target)
+        if not tokens or self.state is False:
+            return Ended()
         self.steps += 1
-        if self.blocks and self.blocks[-1].in_condition:
-            self.blocks[-1].may_change |= any(_varies(piece) for token in tokens for piece in token.pieces)
-        if tokens[0].pieces and tokens[0].pieces[0].kind == "condition":
-            self._calculation(tokens[0].pieces[0].text)
-            return
+        if tokens[0].pieces[0].kind == "condition":
+            return self._calculation(tokens[0].pieces[0].text)
         if tokens[0].plain in _TESTS:
             inner = tokens[1:-1] if tokens[0].plain != "test" and tokens[-1].plain in ("]", "]]") else tokens[1:]
-            self.chain.done(outcome_of_test([self._condition_word(token) for token in inner]))
-            return
-        assignments = list[tuple[str, ShellValue, bool]]()
-        line = tokens[0].line
+            outcome = outcome_of_test([self._condition_word(token) for token in inner])
+            return Ended(outcome, outcome)
+        line, assignments = tokens[0].line, list[tuple[str, ShellValue, bool]]()
         while tokens and (found := self.assignment(tokens[0])):
             assignments.append(found)
             tokens.pop(0)
         outcome = self._known_outcome(tokens)
-        self.chain.done(outcome, likely=True if outcome is None else None)
         if not tokens:
             for name, value, adds in assignments:
                 self.assign(name, value, line, adds=adds)
-            return
-        if not self._builtin(tokens):
+        elif not self._builtin(tokens):
             words = [word for token in tokens for word in self.variables.words(token.pieces)]
             words += self._piped_words(words)
-            self._external(words, {name: value for name, value, _ in assignments}, line, end)
+            self._external(words, {name: value for name, value, _ in assignments}, line)
+        return Ended() if outcome is None else Ended(outcome, outcome)
 
     def _known_outcome(self, tokens: Sequence[ShellToken]) -> Outcome:
         """Outcome of a command that is not a test; None if only a shell would know."""
@@ -250,21 +313,24 @@ class ScriptFollower(Assignments):
         elif name == "getopts":
             return True
         elif name in ("break", "continue", "exit", "return"):
-            self._leave(name)
+            self._leave_loops(name)
         elif name in ("shift", "set") and self.state is True:
             self._arguments(tokens)
         else:
             return False
         return True
 
-    def _leave(self, name: str) -> None:
-        loops = [block for block in self.blocks if block.kind in ("while", "until", "for")]
-        for block in loops if name in ("exit", "return") else loops[-1:] if name == "break" else ():
-            block.is_left = True
-            if self.state is True:
-                block.runs = False
+    def _leave_loops(self, name: str) -> None:
+        loops = [part for part in self.parts if part.is_loop]
+        left = loops[-1:] if name == "break" else loops if name in ("exit", "return") else []
+        if self.state is True and left:
+            for part in self.parts[self.parts.index(left[0]) :]:
+                part.runs = False
+        for part in left:
+            part.is_left = True
         # Any other exit may be the answer to arguments that are not known here.
-        self.has_ended |= name == "exit" and not self.blocks and not self.chain.joint
+        if name == "exit" and not self.nested and len(self.parts) == 1:
+            self.parts[0].runs = False
 
     def _arguments(self, tokens: list[ShellToken]) -> None:
         words = [word for token in tokens[1:] for word in self.variables.words(token.pieces)]
@@ -276,7 +342,7 @@ class ScriptFollower(Assignments):
         if count <= len(self.variables.arguments):  # a shell refuses to shift by more
             self.variables.set_arguments(self.variables.arguments[count:])
 
-    def _external(self, words: list[ShellValue], given: dict[str, ShellValue], line: int, end: str) -> None:
+    def _external(self, words: list[ShellValue], given: dict[str, ShellValue], line: int) -> None:
         name = words[0].text if words else ""
         if name in self.functions and not words[0].unread:
             self._within(self.functions[name], [word.text for word in words[1:]])
@@ -303,7 +369,7 @@ class ScriptFollower(Assignments):
                 argv=tuple(word.text for word in words),
                 variables={name: value.text for name, value in variables.items()},
                 line=self.line or line,
-                in_background=end == "&",
+                in_background=self._mark == "&",
                 is_conditional=self.state is not True,
                 unread=tuple(dict.fromkeys(name for value in [*words, *variables.values()] for name in value.unread)),
                 is_known=not any(word.unread for word in words),
@@ -335,38 +401,29 @@ class ScriptFollower(Assignments):
         """Follow tokens in this place, with arguments of their own if they have some."""
         if self.nested >= _MAX_NESTED or self.steps > _MAX_STEPS:
             return
-        before, chain, blocks = self.variables.arguments, self.chain, self.blocks
-        in_function, hidden = self.variables.in_function, self.hidden
-        inner = Block("function", self.state, 0)
-        self.blocks = [inner]
-        self.chain = CommandList()
+        before, in_function, hidden = self.variables.arguments, self.variables.in_function, self.hidden
         self.nested += 1
-        if arguments is not None:
-            self.variables.set_arguments(arguments)
-            self.variables.in_function, self.hidden = True, {}
-        self._run(tokens)
-        if arguments is not None:
-            for name, value in self.hidden.items():
-                inner.assigned.pop(name, None)
-                self.variables.known.pop(name, None)
-                self.variables.known |= {} if value is None else {name: value}
-            self.variables.set_arguments(before)
-            self.variables.in_function, self.hidden = in_function, hidden
+        with self.body() as body:
+            if arguments is not None:
+                self.variables.set_arguments(arguments)
+                self.variables.in_function, self.hidden = True, {}
+            self._run(tokens)
+            if arguments is not None:
+                for name, value in self.hidden.items():
+                    body.assigned.pop(name, None)
+                    self.variables.known.pop(name, None)
+                    self.variables.known |= {} if value is None else {name: value}
+                self.variables.set_arguments(before)
+                self.variables.in_function, self.hidden = in_function, hidden
         self.nested -= 1
-        self.blocks, self.chain = blocks, chain
-        outer = doubtful(blocks)
-        for name, changed in inner.assigned.items():
-            if outer is not None and self.chain.guard is not None:
-                outer.assigned[name] = changed
-            else:
-                self.doubt(name, changed, blocks)
 
-    def _calculation(self, text: str) -> None:
+    def _calculation(self, text: str) -> Ended:
         for found in _CHANGED.finditer(text):
             name = found[1] or found[2]
             if name in self.variables.known:
                 self.variables.known[name] = ShellValue(f"${name}", (f"${name}",))
-        self.chain.done(outcome_of_calculation(self.variables.filled(text)))
+        outcome = outcome_of_calculation(self.variables.filled(text))
+        return Ended(outcome, outcome)
 
     def _condition_word(self, token: ShellToken) -> ConditionWord:
         self.variables.in_test = True
@@ -377,14 +434,12 @@ class ScriptFollower(Assignments):
 
     # -- here-documents
 
-    def _here_document(self, words: list[ShellToken], body: ShellToken, target: ShellToken, end: str) -> None:
+    def _here_document(self, words: list[ShellToken], body: ShellToken, target: ShellToken) -> None:
         """Process a here-document: the value of ``read``, a script for a shell, or a file."""
-        if self.state is False:
-            return
         plain = [token.plain for token in words]
         if plain[:1] == ["read"] and NAME.fullmatch(plain[-1]):
             self.assign(plain[-1], self.variables.assigned(body.pieces), body.line)
-        elif {*plain[:1], *plain[-1:]} & _SHELLS or (plain == ["cat"] and end == "|"):
+        elif {*plain[:1], *plain[-1:]} & _SHELLS or (plain == ["cat"] and self._mark == "|"):
             self.piped = body
         elif plain[:1] in (["cat"], ["tee"]) and (target.pieces or len(words) > 1):
             name = self.variables.assigned((target if target.pieces else words[-1]).pieces)
@@ -404,6 +459,14 @@ class ScriptFollower(Assignments):
         return [*shell, ShellValue("-c"), body]
 
 
-def _varies(piece: ShellPiece) -> bool:
-    """True for a part whose value may change from one round of a loop to the next."""
-    return re.search("[A-Za-z]", piece.text) is not None if piece.kind == "condition" else piece.kind != "text"
+def _is_of_pattern(word: ConditionWord, pattern: ConditionWord) -> Outcome:
+    """True if the word of a ``case`` is one of a pattern."""
+    if pattern.text == "*":
+        return True
+    return fnmatch.fnmatchcase(word.text, pattern.text) if word.is_known and pattern.is_known else None
+
+
+def _vary(condition: Iterable[ShellToken]) -> bool:
+    """True for the condition of a loop whose outcome may change from one round to the next."""
+    pieces = [piece for token in condition for piece in token.pieces]
+    return any(re.search("[A-Za-z]", one.text) if one.kind == "condition" else one.kind != "text" for one in pieces)

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 _MAX_NESTED = 20
 _MAX_HERE_DOCUMENTS = 100
@@ -58,7 +59,7 @@ class ShellToken:
     pieces: tuple[ShellPiece, ...] = ()
     """Parts of a word, or the body of a here-document."""
 
-    @property
+    @cached_property
     def plain(self) -> str:
         """The word as written, if nothing in it is quoted or expanded; otherwise empty."""
         if any(piece.kind != "text" or piece.quoted for piece in self.pieces):

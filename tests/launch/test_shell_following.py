@@ -57,6 +57,9 @@ function build {
 }
 run() { x "$@" "${ARGS[@]}"; }
 [ $# -gt 50 ] && usage
+if false; then run() { x never; }; fi
+one() ( x one )
+one
 build big now
 run --first "a b"
 build small
@@ -79,6 +82,7 @@ N=0
 until [ $N -ge 3 ]; do N=$((N + 1)); x round $N; done
 while [ $N -gt 9 ]; do x never; done
 { x group; }
+! true && { false || true; } && x never
 B=1 && B=2
 case $B in 1) x one ;; 2|3) x two ;; *) x other ;; esac
 x $A $B
@@ -124,6 +128,10 @@ export A
 x then $A $B
 [ $A = 2 ] && ( x never ) || ( x other )
 if [ $B = b ]; then ( B=; x "$B" ); fi; x $B
+(
+  case $B in a) x never ;; b) x case ;; esac
+  x after
+)
 exit 0
 x never
 """
@@ -153,7 +161,7 @@ def test_the_words_are_those_of_bash(text: str, arguments: list[str]) -> None:
 
 
 def test_the_comparison_with_bash_has_calls_to_compare() -> None:
-    assert [len(words_of_bash(text, ["a"])) for text in COMPARED] == [2, 1, 3, 13, 8, 3, 10]
+    assert [len(words_of_bash(text, ["a"])) for text in COMPARED] == [2, 1, 4, 13, 8, 3, 12]
 
 
 @pytest.mark.parametrize(
@@ -169,6 +177,13 @@ def test_the_comparison_with_bash_has_calls_to_compare() -> None:
         ("A=(1 $(hostnames))\nx ${A[0]} ${A[1]}", "x 1 ${A[1]}", ("${A[1]}",)),
         ("declare -A A=([a]=1)\nx ${A[@]}", "x ${A[@]}", ("${A[@]}",)),
         ("A=(1); A[1]=2\nx ${A[@]}", "x ${A[@]}", ("${A[@]}",)),
+        (
+            "A=0\nif [ -f f ]; then while [ $A -lt 3 ]; do A=$((A+1)); done; x $A; fi",
+            "x $A",
+            ("$A (assigned in a branch, line 2)",),
+        ),
+        ("A=0\nif [ -f f ]; then { A=1; }; (A=2); x $A; fi", "x 1", ()),
+        ("for A do x $A; done", "x $A", ("$A (assigned in a branch, line 1)",)),
         ("((N++))\nx $N", "x $N", ("$N",)),
         ("N=1; ((N++))\nx $N", "x $N", ("$N",)),
     ],
@@ -207,6 +222,15 @@ KEYWORDS = (
 def test_any_order_of_keywords_comes_to_an_end(words: list[str]) -> None:
     found = read_shell(" ".join(words), arguments=["a", "b"], sourced={"s.sh": "source s.sh; f; x"}.get)
     assert all(command.line for command in found.commands)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["(x;", "if x; then ", "{ ", "case a in a) ", "f() { ", "while $N; do ", "x | ", "x && ", "! ", "[[ ( ", "[ ! "],
+)
+def test_scripts_with_thousands_of_blocks_are_read_in_time(text: str) -> None:
+    found = read_shell(f"first\n{text * 5_000}")
+    assert found.commands[0].argv == ("first",)
 
 
 def test_a_sourced_file_is_read_in_its_place() -> None:
