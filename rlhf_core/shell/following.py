@@ -15,7 +15,7 @@ from rlhf_core.shell.conditions import (
     outcome_of_calculation,
     outcome_of_test,
 )
-from rlhf_core.shell.lexer import FOLDER_OF_SCRIPT, ShellLexer, ShellPiece, ShellToken, UnclosedShell
+from rlhf_core.shell.lexer import REDIRECTIONS, ShellLexer, ShellPiece, ShellToken, UnclosedShell
 from rlhf_core.shell.values import ShellCommand, ShellValue
 
 _MAX_COMMANDS = 10_000
@@ -31,7 +31,6 @@ _MAX_TEXTS = 100
 """Most sourced files and texts of ``eval``."""
 
 _CHANGED = re.compile(r"([A-Za-z_]\w*)\s*(?:\+\+|--|[-+*/%]?=(?!=))|(?:\+\+|--)([A-Za-z_]\w*)", re.ASCII)
-_REDIRECTIONS = frozenset(["&>>", "&>", ">>", "<<<", ">&", "<&", ">|", ">", "<"])
 _SEPARATORS = frozenset(["\n", ";", "&", ";;", ")", "|", "|&", "&&", "||"])
 _CLOSING = frozenset(["then", "elif", "else", "fi", "do", "done", "esac", "}"])
 _TESTS = frozenset(["[", "[[", "test"])
@@ -59,6 +58,8 @@ class ScriptFollower(Assignments):
     texts: int = 0
     subshells: tuple[int, ...] = ()
     """Subshells that are open, each by the number of commands before it."""
+    ends_in_pipe: bool = False
+    """True if the last command so far is the last one of a pipe."""
     piped: ShellToken | None = None
     """Here-document that goes to the next command through a pipe."""
 
@@ -123,6 +124,7 @@ class ScriptFollower(Assignments):
         while self._pass("|", "|&"):
             self._pass_lines()
             ended = self._command()
+            self.ends_in_pipe = True
         return Ended(opposite(ended.sure), opposite(ended.sure)) if is_negated else ended
 
     def _pass_lines(self) -> None:
@@ -257,7 +259,7 @@ class ScriptFollower(Assignments):
             elif is_condition:
                 operator = ShellPiece("text", token.operator, token.operator, quoted=False)
                 words += [] if token.operator == "\n" else [replace(token, operator="", pieces=(operator,))]
-            elif token.operator in _REDIRECTIONS:
+            elif token.operator in REDIRECTIONS:
                 self.at += 1
                 target = self._token
             else:
@@ -273,6 +275,7 @@ class ScriptFollower(Assignments):
         if not tokens or self.state is False:
             return Ended()
         self.steps += 1
+        self.ends_in_pipe = False
         if tokens[0].pieces[0].kind == "condition":
             return self._calculation(tokens[0].pieces[0].text)
         if tokens[0].plain in _TESTS:
@@ -336,7 +339,7 @@ class ScriptFollower(Assignments):
         words = [word for token in tokens[1:] for word in self.variables.words(token.pieces)]
         if tokens[0].plain == "set":
             if words and words[0].text == "--":
-                self.variables.set_arguments([word.text for word in words[1:]])
+                self.variables.set_arguments(words[1:])
             return
         count = int(words[0].text) if words and re.fullmatch(r"\d{1,4}", words[0].text, re.ASCII) else 1
         if count <= len(self.variables.arguments):  # a shell refuses to shift by more
@@ -345,7 +348,7 @@ class ScriptFollower(Assignments):
     def _external(self, words: list[ShellValue], given: dict[str, ShellValue], line: int) -> None:
         name = words[0].text if words else ""
         if name in self.functions and not words[0].unread:
-            self._within(self.functions[name], [word.text for word in words[1:]])
+            self._within(self.functions[name], words[1:])
             return
         if name == "eval" and len(words) > 1 and self._is_text(words[1:]):
             self._text(" ".join(word.text for word in words[1:]), None, line)
@@ -353,10 +356,10 @@ class ScriptFollower(Assignments):
         if name in ("source", ".") and len(words) > 1 and not words[1].unread:
             text = self.sourced(posixpath.join(self.folder(), words[1].text))
             if text is not None and self.nested < _MAX_NESTED:
-                before = self.variables.known.get(FOLDER_OF_SCRIPT)
-                self.variables.known[FOLDER_OF_SCRIPT] = ShellValue(posixpath.dirname(words[1].text))
-                self._text(text, [word.text for word in words[2:]] or None, line)
-                self.variables.known |= {FOLDER_OF_SCRIPT: before} if before else {}
+                before = self.variables.known.get("BASH_SOURCE", ShellValue("$BASH_SOURCE", ("$BASH_SOURCE",)))
+                self.variables.known["BASH_SOURCE"] = words[1]
+                self._text(text, words[2:] or None, line)
+                self.variables.known["BASH_SOURCE"] = before
                 return
         if name in ("cd", "pushd"):
             self.change_folder(words)
@@ -382,7 +385,7 @@ class ScriptFollower(Assignments):
         """True for words of ``eval`` that are known but for some parts, unlike the output of a command."""
         return self.nested < _MAX_NESTED and not all(word.text in word.unread for word in words)
 
-    def _text(self, text: str, arguments: Sequence[str] | None, line: int) -> None:
+    def _text(self, text: str, arguments: Sequence[ShellValue] | None, line: int) -> None:
         """Follow a text in this place: that of ``eval``, or a file."""
         self.texts += 1
         if self.texts > _MAX_TEXTS:
@@ -397,7 +400,7 @@ class ScriptFollower(Assignments):
         self._within(tokens, arguments)
         self.line = before
 
-    def _within(self, tokens: Sequence[ShellToken], arguments: Sequence[str] | None) -> None:
+    def _within(self, tokens: Sequence[ShellToken], arguments: Sequence[ShellValue] | None) -> None:
         """Follow tokens in this place, with arguments of their own if they have some."""
         if self.nested >= _MAX_NESTED or self.steps > _MAX_STEPS:
             return

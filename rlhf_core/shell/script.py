@@ -35,6 +35,8 @@ class ShellScript:
     """Arguments that the script uses without a default, but that are not given."""
     tested: tuple[str, ...] = ()
     """Arguments of which it only asks whether they are given, and that are not."""
+    ends_in_pipe: bool = False
+    """True if its last command is the last one of a pipe, whose exit code is thus its own."""
 
 
 def read_shell(
@@ -48,7 +50,8 @@ def read_shell(
 
     Args:
         text: The script; one longer than ``MAX_CHARACTERS`` is not parsed at all.
-        known: Variables known to have the same value on the machine that will run it, for instance HOME.
+        known: Variables known to have the same value on the machine that will run it, for instance HOME; ``0`` is
+            the path of the script.
         arguments: Arguments of the script.
         sourced: Gives the text of a file that the script reads with ``source``; None for one that stays a command.
         first_line: Number of the first line.
@@ -56,7 +59,9 @@ def read_shell(
     if len(text) > MAX_CHARACTERS:
         return ShellScript((), (), (f"the script: it has {len(text)} characters, more than {MAX_CHARACTERS}",))
     variables = ShellVariables({name: ShellValue(value) for name, value in (known or {}).items()})
-    variables.set_arguments(arguments)
+    if "0" in variables.known:
+        variables.known["BASH_SOURCE"] = variables.known["0"]
+    variables.set_arguments([ShellValue(argument) for argument in arguments])
     follower = ScriptFollower(variables, sourced)
     lexer = ShellLexer(text, line=first_line)
     try:
@@ -72,4 +77,5 @@ def read_shell(
         dict(follower.files),
         tuple(variables.absent),
         tested,
+        follower.ends_in_pipe,
     )

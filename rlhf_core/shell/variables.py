@@ -4,8 +4,9 @@ import posixpath
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 
-from rlhf_core.shell.lexer import ShellLexer, ShellPiece, UnclosedShell
+from rlhf_core.shell.lexer import REDIRECTIONS, ShellPiece, ShellToken
 from rlhf_core.shell.values import ShellValue, calculated, distinct, split, trimmed
 
 MAX_VALUE = 1 << 16
@@ -19,7 +20,7 @@ class ShellVariables:
     """Variables as far as they are known."""
 
     known: dict[str, ShellValue]
-    arguments: Sequence[str] = ()
+    arguments: Sequence[ShellValue] = ()
     budget: int = _MAX_FILLED
     """Number of characters that may still be expanded."""
     absent: dict[str, None] = field(default_factory=dict)
@@ -29,13 +30,13 @@ class ShellVariables:
     in_test: bool = False
     in_function: bool = False
 
-    def set_arguments(self, arguments: Sequence[str]) -> None:
+    def set_arguments(self, arguments: Sequence[ShellValue]) -> None:
         """Set ``$1``, ``$@`` and the like."""
         self.arguments = arguments
-        given = {"@": " ".join(arguments), "*": " ".join(arguments), **dict.fromkeys("123456789", "")}
-        given |= {str(number): value for number, value in enumerate(arguments[:9], 1)}
-        given["#"] = str(len(arguments))
-        self.known |= {name: ShellValue(value) for name, value in given.items()}
+        whole = ShellValue(" ".join(argument.text for argument in arguments), distinct(arguments))
+        self.known |= {"@": whole, "*": whole, "#": ShellValue(str(len(arguments)))}
+        self.known |= dict.fromkeys("123456789", ShellValue(""))
+        self.known |= {str(number): value for number, value in enumerate(arguments[:9], 1)}
 
     def words(self, pieces: Iterable[ShellPiece]) -> list[ShellValue]:
         """Words of a token: none for an empty variable, several for an unquoted one with spaces, or for an array."""
@@ -73,14 +74,14 @@ class ShellVariables:
         if piece.kind != "variable" or piece.operator.startswith(("#", "%")):
             return None
         if piece.text == "@" and not piece.operator:
-            return [ShellValue(argument) for argument in self.arguments]
+            return [*self.arguments]
         found = self.known.get(piece.text)
         if piece.index != "@" or found is None or found.items is None:
             return None
         if piece.operator == "+" and found.items and piece.default:  # "${A[@]+"${A[@]}"}", for an empty one
-            return self.words(ShellLexer(piece.default).default(in_quotes=piece.quoted))
-        if not found.items and piece.default is not None and piece.operator == "-":
-            return self.words(ShellLexer(piece.default).default(in_quotes=piece.quoted))
+            return self.words(piece.default)
+        if not found.items and piece.operator == "-":
+            return self.words(piece.default)
         if piece.quoted:
             return [*found.items]
         return [ShellValue(part, item.unread) for item in found.items for part in split(item) if part]
@@ -97,10 +98,7 @@ class ShellVariables:
         return ShellValue(text, distinct(values))
 
     def _array(self, piece: ShellPiece) -> ShellValue:
-        try:
-            tokens = [token for token in ShellLexer(piece.text).tokens() if token.operator != "\n"]
-        except UnclosedShell:
-            return ShellValue(piece.source, (piece.source,))
+        tokens = [token for token in piece.tokens if token.operator != "\n"]
         if any(token.operator for token in tokens):
             return ShellValue(piece.source, (piece.source,))
         items = [word for token in tokens for word in self.words(token.pieces)]
@@ -126,30 +124,55 @@ class ShellVariables:
             found = self.known.get(piece.text)
             items = found.items if found and piece.index in ("@", "*") else None
             return ShellValue(str(len(items))) if items is not None and _are_whole(items) else unread
-        if piece.kind == "folder" and "PWD" in self.known:
-            folder = self.assigned(ShellLexer(piece.text).default(in_quotes=False))
-            path = posixpath.normpath(posixpath.join(self.known["PWD"].text, folder.text))
-            return unread if folder.unread else ShellValue(path)
+        if piece.kind == "command":
+            return self._output(piece.tokens) or unread
         if piece.kind == "arithmetic":
-            found_number = self.number(piece.text.replace("\\*", "*"))
+            found_number = self.number(piece.text)
             return unread if found_number is None else ShellValue(str(found_number))
         return unread
 
+    def _output(self, tokens: Iterable[ShellToken]) -> ShellValue | None:
+        """Output of the commands with which scripts find folders and calculate; None for any others."""
+        commands, words, rest = [list[str]()], list[ShellValue](), iter(tokens)
+        for token in rest:
+            if token.operator in REDIRECTIONS:
+                next(rest, None)
+            elif token.operator in ("&&", ";"):
+                commands.append([])
+            elif token.operator:
+                return None
+            else:
+                words = self.words(token.pieces)
+                commands[-1] += [word.text for word in words if word.text != "--"]
+            if any(word.unread for word in words):
+                return None
+        match commands:
+            case [[]]:  # a comment between the lines of a long command
+                return ShellValue("")
+            case [["pwd", *_]]:
+                return self.known.get("PWD")
+            case [["cd", path], ["pwd", *_]] | [["readlink", "-f", path]] | [["realpath", path]] if "PWD" in self.known:
+                return ShellValue(posixpath.normpath(posixpath.join(self.known["PWD"].text, path)))
+            case [["dirname", path]]:
+                return ShellValue(str(PurePosixPath(path).parent))
+            case [["expr", *terms]] if (number := self.number(" ".join(terms))) is not None:
+                return ShellValue(str(number))
+        return None
+
     def _operated(self, piece: ShellPiece, found: ShellValue | None) -> ShellValue | None:
         """Value of a variable with its operator; None if it is unknown."""
-        word = piece.default
-        if word is None or not piece.operator:
+        if not piece.operator:
             return found
         if piece.operator in ("-", "=", "+"):
             # A default applies if the script sets no value: the user's environment is not read.
             is_empty = found is None or not found.text
             if (piece.operator == "+") == is_empty:
                 return found if found is not None or piece.operator != "+" else None
-            value = self.assigned(ShellLexer(word).default(in_quotes=piece.quoted))
+            value = self.assigned(piece.default)
             if piece.operator == "=" and piece.index is None:
                 self.known[piece.text] = value
             return value
-        pattern = self.assigned(ShellLexer(word).default(in_quotes=piece.quoted))
+        pattern = self.assigned(piece.default)
         if found is None or found.unread or pattern.unread:
             return None
         return ShellValue(trimmed(found.text, piece.operator, pattern.text))

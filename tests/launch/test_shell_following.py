@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_core.shell.lexer import FOLDER_OF_SCRIPT
 from rlhf_core.shell.script import read_shell
 
 ARRAYS = """
@@ -172,6 +171,7 @@ def test_the_comparison_with_bash_has_calls_to_compare() -> None:
         ("A=0\nif [ -f f ]; then A=1; else A=2; fi\nx $A", "x $A", ("$A (assigned in a branch, line 2)",)),
         ("A=0\nfor i in 1 2; do\n if y; then A=$i; fi\ndone\nx $A", "x $A", ("$A (assigned in a branch, line 3)",)),
         ("f() { A=1; }\nif y; then f; x $A; fi", "x 1", ()),
+        ('f() { x "$@" $2; }\nf a$N 1 $M', "x a$N 1 $M 1", ("$N", "$M")),
         ("f() { A=1; }\nif y; then f; fi\nx $A", "x $A", ("$A (assigned in a branch, line 1)",)),
         # elements after an unknown number of them
         ("A=(1 $(hostnames))\nx ${A[0]} ${A[1]}", "x 1 ${A[1]}", ("${A[1]}",)),
@@ -234,12 +234,12 @@ def test_scripts_with_thousands_of_blocks_are_read_in_time(text: str) -> None:
 
 
 def test_a_sourced_file_is_read_in_its_place() -> None:
-    files = {"/p/conf/model.sh": 'MODEL_ARGS=(--layers 4)\nexport ROOT="$(dirname "$0")/.."\nexport GIVEN=$1'}
+    files = {"/p/conf/model.sh": 'MODEL_ARGS=(--layers 4)\nexport GIVEN=$1 HERE="$(dirname "$BASH_SOURCE")"'}
     text = 'SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"\n'
-    text += 'source "${SCRIPT_DIR}/model.sh" big\nx ${MODEL_ARGS[@]} $ROOT\nsource other.sh'
-    found = read_shell(text, {"PWD": "/p", FOLDER_OF_SCRIPT: "conf"}, sourced=files.get).commands
-    assert [command.argv for command in found] == [("x", "--layers", "4", "/p/conf/.."), ("source", "other.sh")]
-    assert found[0].variables == {"ROOT": "/p/conf/..", "GIVEN": "big"}
+    text += 'source "${SCRIPT_DIR}/model.sh" big\nx ${MODEL_ARGS[@]} "$(dirname "$0")"\nsource other.sh'
+    found = read_shell(text, {"PWD": "/p", "0": "conf/run.sh"}, sourced=files.get).commands
+    assert [command.argv for command in found] == [("x", "--layers", "4", "conf"), ("source", "other.sh")]
+    assert found[0].variables == {"GIVEN": "big", "HERE": "/p/conf"}
     assert found[0].line == 3
 
 
@@ -254,7 +254,7 @@ def test_a_sourced_file_is_read_in_its_place() -> None:
     ],
 )
 def test_folders_that_a_script_changes_to(text: str, folder: str) -> None:
-    assert read_shell(f"x {text}", {"PWD": "/p", FOLDER_OF_SCRIPT: "a/b"}).commands[0].argv == ("x", folder)
+    assert read_shell(f"x {text}", {"PWD": "/p", "0": "a/b/run.sh"}).commands[0].argv == ("x", folder)
 
 
 @pytest.mark.parametrize(

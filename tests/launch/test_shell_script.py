@@ -58,6 +58,11 @@ def test_a_script_in_the_style_of_ms_swift() -> None:
         ('x --a 1 \\\n `# comment` \\\n --b "`#`"', ["x", "--a", "1", "--b", ""]),
         ("A=1\nunset -v A B\nx [$A] ${A:-2}", ["x", "[]", "2"]),
         ("x a#b", ["x", "a#b"]),
+        ("x `a \\`b 'c'\\`` d", ["x", "`a \\`b 'c'\\``", "d"]),
+        ("x $(a \"it's )\" # isn't )\n) 'b c'", ["x", "$(a \"it's )\" # isn't )\n)", "b c"]),
+        ("x \"${A:-it's}\" ${B:-'}'} ${C:+d}e", ["x", "it's", "}", "${C:+d}e"]),
+        ("A=(1 2)\nx ${A[${#A[@]}-1]}b", ["x", "${A[${#A[@]}-1]}b"]),
+        ("x <<\\EOF\n$(\nEOF\nx $(cat <<EOF\n)\nEOF\n) b", ["x", "$(cat <<EOF\n)\nEOF\n)", "b"]),
         ("A=x\nA+=y\n$A z", ["xy", "z"]),
         ("x > log 2>&1 < in", ["x"]),
         ("x &> log", ["x"]),
@@ -131,7 +136,7 @@ def test_commands_in_branches_that_may_not_run_are_conditional() -> None:
 
 @pytest.mark.parametrize("text", ["x 'a", 'x "a', "x $(a", "x ${a", "x `a", "A=(1", "x <<EOF\na", "x <<"])
 def test_unclosed_constructs_are_named_with_their_line(text: str) -> None:
-    script = read_shell(f"first\n{text}")
+    script = read_shell(f"first\n{text}\n\nlast")
     assert script.commands[0].argv == ("first",)
     assert script.unread[0].startswith("everything from line 2")
 

@@ -16,7 +16,6 @@ from rlhf_core.cli import output
 from rlhf_core.errors import BadConfig, BadInput
 from rlhf_core.files.reading import read_document
 from rlhf_core.machine.accounts import expanded
-from rlhf_core.shell.lexer import FOLDER_OF_SCRIPT
 
 if TYPE_CHECKING:
     from rlhf_core.launch.wrap.wrapping import WrapOptions, WrappedLine
@@ -106,7 +105,7 @@ def _wrapped(line: Sequence[str], options: "WrapOptions") -> "WrappedLine":
     if not words[0].endswith(SCRIPTS):
         return wrap_line(words, around, options, known)
     text = _read_script(words[0])
-    known |= {FOLDER_OF_SCRIPT: str(Path(words[0]).parent)}
+    known |= {"0": words[0]}
     return wrap_script(text, words[0], around, options, known, words[1:])
 
 

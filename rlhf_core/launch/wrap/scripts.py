@@ -11,7 +11,6 @@ from rlhf_core.launch.wrap.slurm_counts import derived_nodes, gpu_requests, gpus
 from rlhf_core.launch.wrap.slurm_options import read_options, spelled, split_options
 from rlhf_core.shell.known_programs import CONDAS, CONTAINERS, SHELLS, SUBMITTER
 from rlhf_core.shell.launch_line import LaunchLine, read_launch_line
-from rlhf_core.shell.lexer import FOLDER_OF_SCRIPT
 from rlhf_core.shell.script import ShellScript, read_shell
 from rlhf_core.shell.values import ShellCommand
 
@@ -190,7 +189,7 @@ def script_within(line: LaunchLine, place: ScriptPlace) -> tuple[str, ScriptPlac
     found = place.read(path) if words and path not in place.callers else None
     if found is None or not (words[0].endswith(SCRIPTS) or _OF_A_SHELL.match(found)):
         return None
-    known = {**place.known, FOLDER_OF_SCRIPT: posixpath.dirname(words[0])}
+    known = {**place.known, "0": words[0]}
     name = PurePosixPath(words[0]).name
     place.read_so_far.append(path)
     callers = (*place.callers, path)

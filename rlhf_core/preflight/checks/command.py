@@ -10,7 +10,7 @@ from rlhf_core.preflight.registry import Finding, blocked, check, passed, skippe
 from rlhf_core.schemas.command_trainer import PLACEHOLDERS, CommandTrainer, named_placeholders
 from rlhf_core.schemas.launch_values import values_of_spec
 from rlhf_core.shell.launch_line import read_launch_line
-from rlhf_core.shell.lexer import ends_in_pipe
+from rlhf_core.shell.script import read_shell
 from rlhf_core.text.redaction import is_secret_name
 
 OTHER_NAMES = {
@@ -155,7 +155,7 @@ def _packages(trainer: CommandTrainer, side: TrainerSide) -> Iterator[Finding]:
 def program(facts: Facts) -> Iterator[Finding]:
     """A program, module or script that is not found ends every attempt in its first second."""
     trainer, side = facts.spec.command_trainer, facts.trainer or TrainerSide()
-    if "pipefail" not in " ".join(trainer.argv) and ends_in_pipe(read_launch_line(trainer.argv).shell_text):
+    if "pipefail" not in " ".join(trainer.argv) and read_shell(read_launch_line(trainer.argv).shell_text).ends_in_pipe:
         yield warning(
             "trainer.argv ends in a pipe, whose exit code is that of its last program: if the training before it "
             "crashes, the run ends as incomplete and is not retried",
