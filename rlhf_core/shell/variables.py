@@ -2,7 +2,7 @@
 
 import posixpath
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
@@ -40,7 +40,7 @@ class ShellVariables:
 
     def words(self, pieces: Iterable[ShellPiece]) -> list[ShellValue]:
         """Words of a token: none for an empty variable, several for an unquoted one with spaces, or for an array."""
-        pieces = [*pieces]
+        pieces = [*self._filled_in(pieces)]
         spread = [piece for piece in pieces if piece.text or piece.kind != "text"]
         if len(spread) == 1 and (items := self._all_items(spread[0])) is not None:
             self.budget -= sum(len(item.text) for item in items)
@@ -50,24 +50,34 @@ class ShellVariables:
         current, begun = "", False
         for number, piece in enumerate(pieces):
             value = self._value(piece)
-            values.append(value)
-            text = value.text
-            if number == 0 and piece.kind == "text" and not piece.quoted and re.match(r"~(/|$)", text):
+            if number == 0 and piece.kind == "text" and not piece.quoted and re.match(r"~(/|$)", value.text):
                 home = self.known.get("HOME", ShellValue("~", ("~",)))
-                values.append(home)
-                text = home.text + text[1:]
-            if self._is_split(piece):
-                first, *others = split(value)
-                if others:
-                    if begun or first:
-                        fields.append(current + first)
-                    fields += others[:-1]
-                    current, begun = others[-1], bool(others[-1])
-                    continue
-            current += text
-            begun = begun or bool(text) or piece.quoted or bool(value.unread)
+                value = ShellValue(home.text + value.text[1:], home.unread)
+            values.append(value)
+            first, *others = [value.text] if piece.quoted else split(value)
+            if others:
+                if begun or first:
+                    fields.append(current + first)
+                fields += others[:-1]
+                current, begun = others[-1], bool(others[-1])
+                continue
+            current += first
+            begun = begun or bool(first) or piece.quoted or bool(value.unread)
         fields += [current] if begun else []
         return [ShellValue(text[:MAX_VALUE], distinct(values)) for text in fields]
+
+    def _filled_in(self, pieces: Iterable[ShellPiece]) -> Iterator[ShellPiece]:
+        """Parts of a word, with the word of ``${X:-word}`` and the like in place of the variable where it applies."""
+        for piece in pieces:
+            found = self._element(piece) if piece.operator in ("-", "=", "+") else None
+            # A default applies if the script sets no value: the user's environment is not read.
+            is_empty = found is None or not found.text
+            if piece.operator == ("-" if is_empty else "+"):
+                yield from self._filled_in(piece.default)
+                continue
+            if piece.operator == "=" and is_empty and piece.index is None:
+                self.known[piece.text] = self.assigned(piece.default)
+            yield piece
 
     def _all_items(self, piece: ShellPiece) -> list[ShellValue] | None:
         """Words of ``$@`` or ``${A[@]}``, one per argument or element; None for anything else."""
@@ -78,17 +88,13 @@ class ShellVariables:
         found = self.known.get(piece.text)
         if piece.index != "@" or found is None or found.items is None:
             return None
-        if piece.operator == "+" and found.items and piece.default:  # "${A[@]+"${A[@]}"}", for an empty one
-            return self.words(piece.default)
-        if not found.items and piece.operator == "-":
-            return self.words(piece.default)
         if piece.quoted:
             return [*found.items]
         return [ShellValue(part, item.unread) for item in found.items for part in split(item) if part]
 
     def assigned(self, pieces: Iterable[ShellPiece]) -> ShellValue:
         """Value of an assignment, which is not split."""
-        pieces = [*pieces]
+        pieces = [*self._filled_in(pieces)]
         if [piece.kind for piece in pieces if piece.text or piece.kind != "text"] == ["array"]:
             return self._array(pieces[-1])
         values = [self._value(piece) for piece in pieces]
@@ -119,7 +125,7 @@ class ShellVariables:
             self.budget -= len(found.text) if found else 0
             if self.budget < 0:
                 return unread
-            return self._operated(piece, found) or unread
+            return (self._trimmed(piece, found) if piece.operator.startswith(("#", "%")) else found) or unread
         if piece.kind == "length":
             found = self.known.get(piece.text)
             items = found.items if found and piece.index in ("@", "*") else None
@@ -159,19 +165,8 @@ class ShellVariables:
                 return ShellValue(str(number))
         return None
 
-    def _operated(self, piece: ShellPiece, found: ShellValue | None) -> ShellValue | None:
-        """Value of a variable with its operator; None if it is unknown."""
-        if not piece.operator:
-            return found
-        if piece.operator in ("-", "=", "+"):
-            # A default applies if the script sets no value: the user's environment is not read.
-            is_empty = found is None or not found.text
-            if (piece.operator == "+") == is_empty:
-                return found if found is not None or piece.operator != "+" else None
-            value = self.assigned(piece.default)
-            if piece.operator == "=" and piece.index is None:
-                self.known[piece.text] = value
-            return value
+    def _trimmed(self, piece: ShellPiece, found: ShellValue | None) -> ShellValue | None:
+        """Value of ``${X#PATTERN}`` and the like; None if it is unknown."""
         pattern = self.assigned(piece.default)
         if found is None or found.unread or pattern.unread:
             return None
@@ -191,17 +186,6 @@ class ShellVariables:
         if index is None or not _are_whole(found.items[: index + 1]):
             return None
         return found.items[index] if index < len(found.items) else ShellValue("")
-
-    def _is_split(self, piece: ShellPiece) -> bool:
-        """True if spaces in the value of a part separate words."""
-        in_quotes = piece.quoted or (self.is_default(piece) and piece.source.endswith(('"}', "'}")))
-        return piece.kind == "variable" and not in_quotes
-
-    def is_default(self, piece: ShellPiece) -> bool:
-        """True if the word of ``${X:-word}`` or ``${X:+word}`` takes the place of the variable."""
-        found = self._element(piece)
-        is_empty = found is None or not found.text
-        return piece.operator in ("-", "=", "+") and (piece.operator == "+") != is_empty
 
     def number(self, expression: str) -> int | None:
         """Value of an integer expression with variables; None if it is unknown."""

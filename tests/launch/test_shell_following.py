@@ -90,6 +90,7 @@ WORDS = """
 : "${GPUS:=4}" ${NAME:=run}
 RESUME=ckpt OFF=
 x $GPUS $NAME ${RESUME:+--resume $RESUME} ${OFF:+--off} [${RESUME%/*}] ${NAME#r} ${NAME%n}
+x ${RESUME:+-r "$RESUME d" 'a b'} ${1+"$@"} "${OFF:-$RESUME}"
 P=/models/qwen/7b.tar.gz
 x ${P##*/} ${P%.*} ${P%%.*} ${P#*/}
 CMD="x --from eval '"'a b'"' $GPUS"
@@ -160,7 +161,7 @@ def test_the_words_are_those_of_bash(text: str, arguments: list[str]) -> None:
 
 
 def test_the_comparison_with_bash_has_calls_to_compare() -> None:
-    assert [len(words_of_bash(text, ["a"])) for text in COMPARED] == [2, 1, 4, 13, 8, 3, 12]
+    assert [len(words_of_bash(text, ["a"])) for text in COMPARED] == [2, 1, 4, 13, 9, 3, 12]
 
 
 @pytest.mark.parametrize(
