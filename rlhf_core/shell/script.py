@@ -5,7 +5,6 @@ are known, functions and sourced files read where they are called. Everything th
 substitution, files, the user's environment) stays as written and is reported.
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -17,16 +16,12 @@ from rlhf_core.shell.variables import ShellVariables
 MAX_CHARACTERS = 1 << 20
 """Longest script that is parsed."""
 
-_SBATCH = re.compile(r"^[ \t]*#SBATCH[ \t]+(.*)$", re.MULTILINE)
-
 
 @dataclass(frozen=True)
 class ShellScript:
     """Content of a script, as far as it is known without running it."""
 
     commands: tuple[ShellCommand, ...]
-    sbatch: tuple[str, ...]
-    """Texts after ``#SBATCH``, without comments."""
     unread: tuple[str, ...]
     """Constructs that were not understood, each with its line."""
     files: Mapping[str, str] = field(default_factory=dict)
@@ -57,7 +52,7 @@ def read_shell(
         first_line: Number of the first line.
     """
     if len(text) > MAX_CHARACTERS:
-        return ShellScript((), (), (f"the script: it has {len(text)} characters, more than {MAX_CHARACTERS}",))
+        return ShellScript((), (f"the script: it has {len(text)} characters, more than {MAX_CHARACTERS}",))
     variables = ShellVariables({name: ShellValue(value) for name, value in (known or {}).items()})
     if "0" in variables.known:
         variables.known["BASH_SOURCE"] = variables.known["0"]
@@ -68,11 +63,9 @@ def read_shell(
         follower.follow(lexer.tokens())
     except UnclosedShell as error:
         follower.notes.append(f"everything from line {lexer.line}: {error}")
-    sbatch = tuple(re.sub(r"\s#.*", "", found[1]).strip() for found in _SBATCH.finditer(text))
     tested = tuple(name for name in variables.tested if name not in variables.absent)
     return ShellScript(
         tuple(follower.commands),
-        sbatch,
         tuple(follower.notes),
         dict(follower.files),
         tuple(variables.absent),

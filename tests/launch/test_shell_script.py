@@ -151,13 +151,6 @@ def test_doubling_variables_do_not_fill_the_memory() -> None:
     assert len(read_shell("a=$x\n" + "a=$a$a\n" * 100 + "b $a").commands[0].unread) == 1
 
 
-def test_sbatch_lines() -> None:
-    assert read_shell("#!/bin/sh\n#SBATCH -N 4   # nodes\n  #SBATCH --time=1:00\n##SBATCH -n 2\n").sbatch == (
-        "-N 4",
-        "--time=1:00",
-    )
-
-
 @given(st.text(alphabet="ab01 \n\t$(){}[]'\"`\\<>|&;#=+-@*!~:/%", max_size=60))
 @settings(max_examples=500)
 def test_it_never_raises(text: str) -> None:

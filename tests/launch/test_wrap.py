@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from rlhf_core.config.loading import load
 from rlhf_core.errors import BadInput, RlhfError
 from rlhf_core.launch.wrap.draft import Draft, WrapSurroundings
+from rlhf_core.launch.wrap.slurm_options import options_in
 from rlhf_core.launch.wrap.wrapping import WrapOptions, WrappedLine, wrap_line, wrap_script
 from rlhf_core.schemas.command_trainer import PLACEHOLDERS, CommandTrainer, fill
 from rlhf_core.schemas.slurm_values import slurm_seconds
@@ -865,6 +866,11 @@ def test_a_framework_given_by_the_user_is_used() -> None:
     found = wrapped("torchrun t.py", framework="transformers", steps=3)
     assert setting(found, "trainer.framework") == "transformers"
     assert "--max_steps" in found.argv
+
+
+def test_options_of_a_script_for_slurm() -> None:
+    text = "#!/bin/sh\n#SBATCH -N 4   # nodes\n  #SBATCH --time=1:00 -J 'a\n##SBATCH -n 2\n"
+    assert options_in(text) == ["-N", "4", "--time=1:00", "-J", "'a"]
 
 
 def test_times_of_slurm() -> None:

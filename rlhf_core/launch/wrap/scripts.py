@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 
 from rlhf_core.launch.wrap.draft import UnreadPart, number
 from rlhf_core.launch.wrap.slurm_counts import derived_nodes, gpu_requests, gpus_per_node, tasks_per_node
-from rlhf_core.launch.wrap.slurm_options import read_options, spelled, split_options
+from rlhf_core.launch.wrap.slurm_options import options_in, read_options, spelled
 from rlhf_core.shell.known_programs import CONDAS, CONTAINERS, SHELLS, SUBMITTER
 from rlhf_core.shell.launch_line import LaunchLine, read_launch_line
 from rlhf_core.shell.script import ShellScript, read_shell
@@ -63,7 +63,8 @@ class ScriptFacts:
     """The lines around it, outermost first: of ``bash -c``, or of another script."""
     rank: int = 0
     variables: dict[str, str] = field(default_factory=dict)
-    sbatch: tuple[str, ...] = ()
+    sbatch: Sequence[str] = ()
+    """Words of its ``#SBATCH`` lines."""
     environment: str = ""
     conda: str = ""
     """Folder of the conda that the script makes ready."""
@@ -102,11 +103,11 @@ def read_script(text: str, place: ScriptPlace) -> ScriptFacts:
     """Find the training command in a script."""
     known = {**place.known, "PWD": place.folder}
     read_file, first = place.read, place.line
+    sbatch = options_in(text)
+    if sbatch or place.job:
+        known |= _known_to_job(sbatch, place)
     script = read_shell(text, known, place.arguments, lambda path: _sourced(read_file, path), first)
-    if script.sbatch or place.job:
-        known |= _known_to_job(script.sbatch, place)
-        script = read_shell(text, known, place.arguments, lambda path: _sourced(read_file, path), first)
-    facts = ScriptFacts(sbatch=script.sbatch, folder=place.folder)
+    facts = ScriptFacts(sbatch=sbatch, folder=place.folder)
     for note in script.unread[:_MAX_REPORTED]:
         is_file = note.startswith("file ")
         advice = "the run does not write it: write it once beforehand" if is_file else ""
@@ -146,9 +147,9 @@ def _sourced(read_file: Callable[[str], str | None], path: str) -> str | None:
     return read_file(path) if path.endswith(SCRIPTS) and not path.endswith(_ACTIVATING) else None
 
 
-def _known_to_job(sbatch: tuple[str, ...], place: ScriptPlace) -> dict[str, str]:
+def _known_to_job(sbatch: Sequence[str], place: ScriptPlace) -> dict[str, str]:
     """Variables that Slurm sets in a job with these options."""
-    options = read_options([*split_options(sbatch), *place.job])
+    options = read_options([*sbatch, *place.job])
     # A job of one task, unless something else is said, is on one node; a step has the nodes of its job.
     is_said = {"nodes", "ntasks", "gpus"} & options.keys() or "SLURM_NNODES" in place.known
     nodes = options.get("nodes") or str(derived_nodes(options) or ("" if is_said else 1))

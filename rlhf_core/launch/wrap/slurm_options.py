@@ -39,6 +39,7 @@ _OF_RUN = frozenset((
     "preserve_env", "quiet", "verbose", "pty",
 ))  # fmt: skip
 """Options without a counterpart: a run has its own log files, notifications, retries and signals."""
+_SBATCH = re.compile(r"^[ \t]*#SBATCH[ \t]+(.*)$", re.MULTILINE)
 _MEMORY = {"": 1 / 1024, "M": 1 / 1024, "G": 1, "T": 1024, "K": 1 / 1024**2}
 
 
@@ -70,10 +71,11 @@ def spelled(options: Mapping[str, str]) -> list[str]:
     return [f"-{name}{value}" if len(name) == 1 else f"--{name}={value}" for name, value in options.items()]
 
 
-def split_options(texts: Iterable[str]) -> list[str]:
-    """Split ``#SBATCH`` lines into words; a line with unbalanced quotes is split at spaces."""
+def options_in(script: str) -> list[str]:
+    """Words of the ``#SBATCH`` lines of a script, without comments; one with unbalanced quotes is split at spaces."""
     words = []
-    for text in texts:
+    for found in _SBATCH.finditer(script):
+        text = re.sub(r"\s#.*", "", found[1])
         try:
             words += shlex.split(text)
         except ValueError:

@@ -19,7 +19,7 @@ from rlhf_core.launch.wrap.draft import Draft, ReadPart, UnreadPart, WrapSurroun
 from rlhf_core.launch.wrap.frameworks import Family, FrameworkName, recognise
 from rlhf_core.launch.wrap.launchers import axolotl_launcher_words, read_launcher
 from rlhf_core.launch.wrap.scripts import DROPPED, ScriptFacts, ScriptPlace, read_script, take_script_within
-from rlhf_core.launch.wrap.slurm_options import read_options, read_slurm, spelled, split_options
+from rlhf_core.launch.wrap.slurm_options import read_options, read_slurm, spelled
 from rlhf_core.schemas.slurm_values import VARIABLE
 from rlhf_core.shell.known_programs import BOUND_CONTAINERS, CONTAINERS, SUBMITTER
 from rlhf_core.shell.launch_line import LaunchLine, Wrapper, read_launch_line
@@ -134,7 +134,7 @@ def _is_part(value: str, line: LaunchLine | None) -> bool:
 
 def _read_job(draft: Draft, facts: ScriptFacts) -> None:
     if facts.sbatch:
-        read_slurm(draft, read_options(split_options(facts.sbatch)), "#SBATCH")
+        read_slurm(draft, read_options(facts.sbatch), "#SBATCH")
     outer = [wrapper for line in facts.outer for wrapper in line.wrappers]
     for wrapper in (*outer, *draft.line.wrappers):
         if wrapper.name in ("srun", "sbatch"):
@@ -281,11 +281,12 @@ def _unusable_variables(draft: Draft) -> None:
 
 def _left_unread(draft: Draft, facts: ScriptFacts) -> None:
     """Report shell expansions that are still in the config."""
-    unread = reversed(facts.command.unread if facts.command else ())
-    sources = [*reversed({source.partition(" (")[0]: source for source in unread}.values())]
+    sources: dict[str, str] = {}
+    for source in facts.command.unread if facts.command else ():
+        sources.setdefault(source.partition(" (")[0], source)
     lines = [(at, 1, line) for at, line in enumerate(facts.setup)]
     for name, value in list(draft.variables.items()):
-        if any(source.partition(" (")[0] in value for source in sources):
+        if any(expansion in value for expansion in sources):
             del draft.variables[name]
             extended = value.replace(f"${{{name}}}", f"${name}")
             rest = extended.replace(f"${name}", "")
@@ -300,16 +301,15 @@ def _left_unread(draft: Draft, facts: ScriptFacts) -> None:
             )
     settings = [str(value) for value in draft.settings.values()]
     whole = "\0".join([*draft.argv, *settings])
-    left = [source for source in sources if source.partition(" (")[0] in whole]
+    left = [expansion for expansion in sources if expansion in whole]
     if lines:
         draft.settings["trainer.setup"] = [line for *_, line in sorted(lines)]
-    for source in left[:_MAX_SHOWN]:
-        name = source.partition(" (")[0].strip("${}")
-        if is_secret_name(name):
+    for expansion in left[:_MAX_SHOWN]:
+        if is_secret_name(expansion.strip("${}")):
             advice = "remove the option, and name the variable that the program reads in slurm.pass_environment"
         else:
             advice = "write its value into the config; no shell expands it"
-        draft.missing(f"{source}: known only to the shell", advice)
+        draft.missing(f"{sources[expansion]}: known only to the shell", advice)
     if len(left) > _MAX_SHOWN:
         draft.missing(f"{len(left) - _MAX_SHOWN} more of them", "look for $ in the config")
 
