@@ -286,42 +286,37 @@ class ScriptFollower(Assignments):
         while tokens and (found := self.assignment(tokens[0])):
             assignments.append(found)
             tokens.pop(0)
-        outcome = self._known_outcome(tokens)
         if not tokens:
             for name, value, adds in assignments:
                 self.assign(name, value, line, adds=adds)
-        elif not self._builtin(tokens):
+        elif (ended := self._builtin(tokens)) is not None:
+            return ended
+        else:
             words = [word for token in tokens for word in self.variables.words(token.pieces)]
             words += self._piped_words(words)
             self._external(words, {name: value for name, value, _ in assignments}, line)
-        return Ended() if outcome is None else Ended(outcome, outcome)
+        return Ended()
 
-    def _known_outcome(self, tokens: Sequence[ShellToken]) -> Outcome:
-        """Outcome of a command that is not a test; None if only a shell would know."""
-        name = tokens[0].plain if tokens else ""
-        if name in ("true", ":", "false"):
-            return name != "false"
-        return False if name == "getopts" and not self.variables.arguments else None
-
-    def _builtin(self, tokens: list[ShellToken]) -> bool:
-        """Process a command of the shell itself; False for any other."""
+    def _builtin(self, tokens: list[ShellToken]) -> Ended | None:
+        """Follow a command of the shell itself; None for any other."""
         name = tokens[0].plain
-        if name in DECLARING:
-            self.declare(tokens)
-        elif name in ("true", ":", "false"):
+        if name in ("true", ":", "false"):
             for token in tokens[1:]:
                 self.variables.words(token.pieces)  # : "${NAME:=value}"
+            return Ended(name != "false", name != "false")
+        if name == "getopts":
+            return Ended() if self.variables.arguments else Ended(False, False)
+        if name in DECLARING:
+            self.declare(tokens)
         elif name == "unset":
             self.unset(tokens)
-        elif name == "getopts":
-            return True
         elif name in ("break", "continue", "exit", "return"):
             self._leave_loops(name)
         elif name in ("shift", "set") and self.state is True:
             self._arguments(tokens)
         else:
-            return False
-        return True
+            return None
+        return Ended()
 
     def _leave_loops(self, name: str) -> None:
         loops = [part for part in self.parts if part.is_loop]
