@@ -221,12 +221,13 @@ class ScriptFollower(Assignments):
 
     def _subshell(self) -> None:
         """Follow ``( ... )``, whose variables and folder end with it."""
-        known, exported, outer = self.variables.known, self.exported, self.subshells
-        self.variables.known, self.exported, self.subshells = {**known}, {*exported}, (*outer, len(self.commands))
+        variables, exported, outer = self.variables, self.exported, self.subshells
+        known, arguments = variables.known, variables.arguments
+        variables.known, self.exported, self.subshells = {**known}, {*exported}, (*outer, len(self.commands))
         with self.body() as body:
             self._statements(")")
             body.assigned.clear()
-        self.variables.known, self.exported, self.subshells = known, exported, outer
+        variables.known, variables.arguments, self.exported, self.subshells = known, arguments, exported, outer
         self._pass(")")
 
     def _define(self) -> None:

@@ -23,7 +23,7 @@ _SKIPPED = re.compile(r"(?:[ \t\r]|\\\r?\n|#.*)+")
 _CONTINUED = re.compile(r"\\\r?\n")
 _DELIMITER = re.compile(r"[ \t]*(['\"\\]?)([\w.-]+)['\"]?")
 _TEXT = re.compile(r"[^\s\\'\"$`|&;<>()}]+|.", re.DOTALL)
-_QUOTED_TEXT = re.compile(r'[^"\\$`}]+|\\\r?\n|\\.|.', re.DOTALL)
+_QUOTED_TEXT = re.compile(r"""[^'"\\$`}]+|\\\r?\n|\\.|.""", re.DOTALL)
 _RAW = re.compile(r"'[^']*'")
 _BACKTICKS = re.compile(r"`(?:\\.|[^\\`])*`", re.DOTALL)
 _ESCAPED = re.compile(r"\$'(?:\\.|[^'\\])*'", re.DOTALL)
@@ -188,7 +188,8 @@ class ShellLexer:
             if found in "$`":
                 yield self._expansion(quoted=True)
                 continue
-            source = self._match(_QUOTED_TEXT)
+            # Within ${...}, single quotes hide a bracket, although they stay.
+            source = self._match(_RAW if found == "'" and end == "}" else _QUOTED_TEXT)
             text = "" if _CONTINUED.fullmatch(source) else source
             yield ShellPiece("text", re.sub(r'\\([\\"$`])', r"\1", text), source, quoted=True)
 

@@ -60,7 +60,7 @@ def test_a_script_in_the_style_of_ms_swift() -> None:
         ("x a#b", ["x", "a#b"]),
         ("x `a \\`b 'c'\\`` d", ["x", "`a \\`b 'c'\\``", "d"]),
         ("x $(a \"it's )\" # isn't )\n) 'b c'", ["x", "$(a \"it's )\" # isn't )\n)", "b c"]),
-        ("x \"${A:-it's}\" ${B:-'}'} ${C:+d}e", ["x", "it's", "}", "${C:+d}e"]),
+        ("x \"${A:-'}'}\" ${B:-'}'} ${C:+d}e", ["x", "'}'", "}", "${C:+d}e"]),
         ("A=(1 2)\nx ${A[${#A[@]}-1]}b", ["x", "${A[${#A[@]}-1]}b"]),
         ("x <<\\EOF\n$(\nEOF\nx $(cat <<EOF\n)\nEOF\n) b", ["x", "$(cat <<EOF\n)\nEOF\n)", "b"]),
         ("A=x\nA+=y\n$A z", ["xy", "z"]),
