@@ -111,9 +111,7 @@ class Watcher:
         self._clock = clock
         self._reader = evidence.AttemptReader(self._attempt, placement.resumed_from_step)
         self._last_job = JobStatus(JobState.PENDING if submission else JobState.ENDED)
-        self._ended_since: float | None = None
-        self._deserted_since: float | None = None
-        self._outcome_since: float | None = None
+        self._since: dict[str, float] = {}
         self._answered = False
         self._given_up: Silence | None = None
         self._read_from = 1
@@ -130,13 +128,14 @@ class Watcher:
         # Read the outcome after the job's state, so that an attempt that ends in between does not count as lost.
         self._reader.update()
         outcome = read_model(self._attempt.outcome, AttemptOutcome)
+        ended_for_s = self._lasts_s("ended", job.state is JobState.ENDED)
         verdict = judge(
             job,
             outcome,
-            self._ended_for_s(job),
-            self._outcome_age_s(outcome),
+            ended_for_s,
+            self._lasts_s("outcome", outcome is not None),
             self._silent(job),
-            self._deserted(job, outcome) or self._not_met(outcome),
+            self._deserted(job, outcome, ended_for_s) or self._not_met(outcome),
         )
         return AttemptSnapshot(
             attempt=self._attempt.number,
@@ -166,28 +165,25 @@ class Watcher:
         self._last_job = status
         return status
 
-    def _ended_for_s(self, job: JobStatus) -> float:
-        if job.state is not JobState.ENDED:
-            self._ended_since = None
-            return 0.0
+    def _lasts_s(self, what: str, is_so: bool) -> float:
+        """Seconds for which something has been so at every poll; 0 if it is not."""
         now = self._clock()
-        self._ended_since = now if self._ended_since is None else self._ended_since
-        return now - self._ended_since
+        if not is_so:
+            self._since.pop(what, None)
+            return 0.0
+        return now - self._since.setdefault(what, now)
 
-    def _deserted(self, job: JobStatus, outcome: AttemptOutcome | None) -> AttemptVerdict | None:
+    def _deserted(self, job: JobStatus, outcome: AttemptOutcome | None, ended_for_s: float) -> AttemptVerdict | None:
         """Verdict if the agents of all other nodes have lost agent 0; otherwise None.
 
         They notice over the network within seconds. An agent 0 that was only suspended may wake up when Slurm ends the
         job, and write an outcome that ignores this.
         """
         lost_at = self._reader.leader_lost_at
-        if not job.nodes[1:] or not set(job.nodes[1:]) <= lost_at.keys():
-            self._deserted_since = None
-            return None
-        now = self._clock()
-        self._deserted_since = now if self._deserted_since is None else self._deserted_since
-        is_over = self._ended_for_s(job) >= OUTCOME_TIMEOUT_S  # Slurm has ended it: nothing more will be written
-        if outcome is None and now - self._deserted_since <= LEADER_LOST_TIMEOUT_S and not is_over:
+        is_deserted = bool(job.nodes[1:]) and set(job.nodes[1:]) <= lost_at.keys()
+        deserted_for_s = self._lasts_s("deserted", is_deserted)
+        is_over = ended_for_s >= OUTCOME_TIMEOUT_S  # Slurm has ended it: nothing more will be written
+        if not is_deserted or (outcome is None and deserted_for_s <= LEADER_LOST_TIMEOUT_S and not is_over):
             return None
         if outcome is not None:
             is_earlier = outcome.time + OUTCOME_LEAD < min(lost_at[node] for node in job.nodes[1:])
@@ -231,13 +227,6 @@ class Watcher:
         if not behind:
             self._read_from = max(1, self._attempt.number - 1)
         return behind
-
-    def _outcome_age_s(self, outcome: AttemptOutcome | None) -> float:
-        if outcome is None:
-            return 0.0
-        now = self._clock()
-        self._outcome_since = now if self._outcome_since is None else self._outcome_since
-        return now - self._outcome_since
 
 
 def record(run_dir: RunDir, store: HistoryStore | None, first_attempt: int = 1) -> str:
