@@ -16,10 +16,10 @@ from typing import NoReturn
 import psutil
 
 from rlhf_core.machine.main_memory import control_group
+from rlhf_core.machine.process_identity import stat_fields
 from rlhf_core.schemas.resources import JOB_VARIABLE
 
 _PR_SET_NAME = 15
-_PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 
@@ -38,11 +38,6 @@ def name_thread(name: str) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
-def adopt_orphans() -> None:
-    """Make this process the subreaper of its descendants, so that it never loses track of orphans."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
 def allow_open_files() -> None:
     """Raise the soft limit of open files for this process and its descendants: agent 0 has a connection to every rank,
     and ranks have one to each other. Slurm takes the limit over from the shell of the user, where it is often 1024."""
@@ -54,12 +49,7 @@ def allow_open_files() -> None:
 
 def process_state(pid: int) -> str:
     """State letter from ``/proc/<pid>/stat`` (R, S, D, T, Z ...); ``-`` if the process is gone."""
-    try:
-        # A process may name itself, and the kernel cuts its name after 15 bytes, also within a character.
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return "-"
-    return stat.rpartition(")")[2].split()[0]
+    return next(iter(stat_fields(pid)), "-")
 
 
 def peek_exit(pid: int) -> int | None:
@@ -163,7 +153,8 @@ def end_descendants(
 ) -> list[str]:
     """Kill every descendant of this process and wait until they are gone.
 
-    With :func:`adopt_orphans` this covers everything this process ever caused to start, including daemons.
+    In a process that adopts orphans (``machine/parent_death.py``), this covers everything it ever caused to start,
+    including daemons.
 
     Args:
         timeout_s: Longest wait, in seconds.

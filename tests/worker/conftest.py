@@ -1,5 +1,6 @@
 """Fixtures for the worker tests."""
 
+import ctypes
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 from agent_runs import AgentRun, toy_runs
 from small_disk import small_disk
 
+from rlhf_core.machine.parent_death import adopt_orphans
 from rlhf_core.run_dir.run import new_run_id
 from rlhf_core.worker.liveness.heartbeat import SlotFile
 
@@ -23,6 +25,14 @@ def agent_run(tmp_path: Path) -> Iterator[Callable[..., AgentRun]]:
     """Factory of toy runs with two trainer ranks per node; remaining processes are killed after the test."""
     with toy_runs(tmp_path / "runs") as make:
         yield make
+
+
+@pytest.fixture
+def adopting() -> Iterator[None]:
+    """Let this process adopt orphans, as an agent does."""
+    adopt_orphans()
+    yield
+    ctypes.CDLL(None).prctl(36, 0, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """The fork server: workers are forked from it only where a new process would behave the same."""
 
-import ctypes
 import fcntl
 import json
 import os
@@ -57,8 +56,8 @@ def messages() -> list[str]:
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch, messages: list[str]) -> Iterator[ForkServer]:
-    """A fork server of this process, which adopts orphans like an agent."""
+def server(monkeypatch: pytest.MonkeyPatch, messages: list[str], adopting: None) -> Iterator[ForkServer]:
+    """A fork server of this process."""
     popen = subprocess.Popen
 
     def start(command: list[str], **options: object) -> "subprocess.Popen[bytes]":
@@ -69,7 +68,6 @@ def server(monkeypatch: pytest.MonkeyPatch, messages: list[str]) -> Iterator[For
     monkeypatch.setattr(fork_server.subprocess, "Popen", start)
     monkeypatch.setattr(fork_server, "CHECK_INTERVAL_S", 0.0)
     monkeypatch.setenv(AGENT_VARIABLE, str(os.getpid()))
-    processes.adopt_orphans()
     made = ForkServer(messages.append, lambda: PLENTY)
     yield made
     made.close()
@@ -77,7 +75,6 @@ def server(monkeypatch: pytest.MonkeyPatch, messages: list[str]) -> Iterator[For
         if child.pid in made.started:
             child.kill()
             child.wait(30)
-    ctypes.CDLL(None).prctl(36, 0, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
 
 
 def ready(server: ForkServer, imports: str = NOTHING) -> int:
@@ -153,14 +150,14 @@ def test_a_worker_dies_with_its_agent_and_not_with_the_server(tmp_path: Path) ->
     script = f"""
 import os, pathlib, sys, time
 sys.path[:0] = {list(map(str, Path(__file__).parents[:2]))!r}
-from rlhf_core.worker import processes
+from rlhf_core.machine.parent_death import adopt_orphans
 from rlhf_core.worker.groups import fork_server
 from rlhf_core.worker.groups.fork_server import ForkServer
 import subprocess, test_worker_fork_server as tools
 popen = subprocess.Popen
 fork_server.subprocess.Popen = lambda command, **options: popen(
     [sys.executable, "-c", tools.DYING_PACKAGE, *command[-3:]], **options)
-processes.adopt_orphans()
+adopt_orphans()
 os.environ["{AGENT_VARIABLE}"] = str(os.getpid())
 server = ForkServer(print)
 server.prepare(tools.NOTHING)

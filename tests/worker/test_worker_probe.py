@@ -1,6 +1,5 @@
 """Start of the probe's processes: forked from a server that has imported torch, or new ones without a server."""
 
-import ctypes
 import json
 import os
 import signal
@@ -144,11 +143,11 @@ def test_a_rank_that_is_blocked_in_the_kernel_is_left_behind(tmp_path: Path, mon
         process.wait(60)
 
 
+@pytest.mark.usefixtures("adopting")
 def test_forked_ranks_measure_like_new_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the real imports: forked ranks compute, and their collectives are correct."""
     monkeypatch.setenv(AGENT_VARIABLE, str(os.getpid()))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    processes.adopt_orphans()
     run_dir, probe = make_probe(tmp_path)
     server = ForkServer(print)
     try:
@@ -158,7 +157,6 @@ def test_forked_ranks_measure_like_new_ones(tmp_path: Path, monkeypatch: pytest.
         assert len(server.started - server.pids) == NUM_RANKS
     finally:
         server.close()
-        ctypes.CDLL(None).prctl(36, 0, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
     assert speed.reached == ("done", "done")
     assert speed.problems == ("", "")
     assert speed.matmul_tflops > 0

@@ -36,7 +36,8 @@ SURVIVING = "import time; time.sleep(60)"
 
 AGENT = """
 import os, subprocess, sys, time
-from rlhf_core.worker.processes import adopt_orphans, end_descendants
+from rlhf_core.machine.parent_death import adopt_orphans
+from rlhf_core.worker.processes import end_descendants
 if sys.argv[1] == "adopt":
     adopt_orphans()
 # A shell that leaves a process behind in a session of its own, and is gone.
@@ -102,7 +103,7 @@ def test_a_process_with_a_name_that_the_kernel_has_cut_within_a_character_is_rea
     assert child.stdout is not None
     child.stdout.readline()
     try:
-        assert processes.process_state(child.pid) == "S"
+        until(lambda: processes.process_state(child.pid) == "S")
         assert not has_handler(child.pid, signal.SIGUSR1)
         status = rank_status(0, node="n1", pid=child.pid, process_state="T")
         collect([status], {}, tmp_path, "n1")

@@ -18,6 +18,7 @@ from pydantic import BaseModel
 
 from rlhf_core.diagnosis.hangs.liveness import GapTracker
 from rlhf_core.files.whole import write_model
+from rlhf_core.machine.parent_death import adopt_orphans
 from rlhf_core.run_dir.attempt import RestartDir
 from rlhf_core.schemas.agent_messages import AgreedStep, NodeEnd, Ready
 from rlhf_core.schemas.attempts import AttemptState, Role
@@ -113,7 +114,7 @@ class Agent:
             AttemptAborted: something failed before the workers could be started.
         """
         job = self._job
-        processes.adopt_orphans()
+        adopt_orphans()
         for process in processes.end_older_attempts(job.run_dir.run_id, job.attempt):
             self._events.print_line(f"ended a process left on this node by an older attempt: {process}")
         for role in dict.fromkeys(plan.role for plan in job.placement.groups):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 
+from rlhf_core.machine.process_identity import stat_fields
 from rlhf_core.worker.in_rank.rlhf_rank_file import PATH_VARIABLE, PID, RankFile
 
 MAX_WAIT_S = 30.0
@@ -131,11 +132,8 @@ def _descriptor_of_parent(pid: int) -> int | None:
 
 def _exit_code(pid: int) -> int | None:
     """Exit code of a zombie, from ``/proc/<pid>/stat``."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except OSError:
+    fields = stat_fields(pid)
+    if fields[:1] != ["Z"]:
         return None
-    if state[0] != "Z":
-        return None
-    status = int(state[-1])
+    status = int(fields[-1])
     return -(status & 0x7F) if status & 0x7F else status >> 8 & 0xFF

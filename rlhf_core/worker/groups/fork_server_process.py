@@ -7,10 +7,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from rlhf_core.errors import WorkerError
 from rlhf_core.garbage import uncollected
+from rlhf_core.machine.process_identity import stat_fields
 from rlhf_core.worker.groups.fork_server import PACKAGE, READY
 from rlhf_core.worker.roles import load
 from rlhf_core.worker.worker_process import prepare_signals
@@ -63,8 +63,7 @@ def _import(imports: str) -> None:
 
 def show_command(arguments: list[str]) -> None:
     """Make ``ps`` show this command line. The kernel reads it from its location at process start."""
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    start, end = (int(field) for field in fields[45:47])
+    start, end = (int(field) for field in stat_fields(os.getpid())[45:47])
     room = end - start
     shown = b"\0".join(word.encode() for word in (*COMMAND, *arguments))[: room - 1]
     ctypes.memmove(start, shown.ljust(room, b"\0"), room)

@@ -15,6 +15,7 @@ from rlhf_core.worker.command.observation import Reading
 from rlhf_core.worker.command.sources import stacks
 from rlhf_core.worker.command.sources.stacks import Stacks, stacks_of
 from rlhf_core.worker.evidence.collection import find_py_spy
+from rlhf_core.worker.processes import process_state
 
 LOOP = """
 def one():
@@ -57,7 +58,7 @@ def test_it_detects_a_stopped_rank(tmp_path: Path, start: Start) -> None:
     program.stop()
     found = samples(Stacks(watched(tmp_path, pids=[program.pid])), 4)
     assert [(one.moved, one.problem) for one in found] == [(False, "")] * 4
-    assert Path(f"/proc/{program.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"  # left as it was
+    assert process_state(program.pid) == "T", "left as it was"
 
 
 def test_it_is_blind_to_an_endless_loop_of_more_than_one_line(tmp_path: Path, start: Start) -> None:

@@ -15,6 +15,7 @@ from process_tools import until
 
 from rlhf_core.schemas.command_trainer import CommandTrainer
 from rlhf_core.worker.command.observation import Reading, Source, Watched
+from rlhf_core.worker.processes import process_state
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -49,7 +50,7 @@ class Program:
     def stop(self) -> None:
         """Send SIGSTOP and wait until the program is stopped."""
         os.kill(self.pid, signal.SIGSTOP)
-        until(lambda: Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+        until(lambda: process_state(self.pid) == "T")
 
 
 Start = Callable[..., Program]
