@@ -34,21 +34,6 @@ _TRACKER_OF_DEEPSPEED = _BESIDE + OF_NAMES
 
 
 @dataclass(frozen=True)
-class FoundCheckpoint:
-    """A path that matches the pattern of checkpoints."""
-
-    step: int
-    """Number in its name."""
-    path: Path
-    complete: bool
-    """True if it has all its files and none is still being written."""
-    lacks: tuple[str, ...] = ()
-    """Patterns of ``trainer.checkpoint_complete`` that match no file."""
-    num_files: int = 0
-    """Number of files that were in it."""
-
-
-@dataclass(frozen=True)
 class CheckpointContent:
     """The files of a checkpoint at one moment."""
 
@@ -64,6 +49,20 @@ class CheckpointContent:
             self.num_bytes + other.num_bytes,
             max(self.changed_ns, other.changed_ns),
         )
+
+
+@dataclass(frozen=True)
+class FoundCheckpoint:
+    """A path that matches the pattern of checkpoints."""
+
+    step: int
+    """Number in its name."""
+    path: Path
+    complete: bool
+    """True if it has all its files and none is still being written."""
+    lacks: tuple[str, ...] = ()
+    """Patterns of ``trainer.checkpoint_complete`` that match no file."""
+    content: CheckpointContent = CheckpointContent(0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -116,14 +115,9 @@ class WatchedCheckpoints:
             reading = last if last is not None and is_settled else self._reading(step, path, now_s)
             readings[path] = reading
             is_complete = reading.is_complete(now_s, self._quiet_s) or (has_ended and not reading.lacks)
-            one = FoundCheckpoint(step, path, is_complete, reading.lacks, reading.content.num_files)
-            found.append((reading.content.changed_ns, one))
+            found.append(FoundCheckpoint(step, path, is_complete, reading.lacks, reading.content))
         self._read = readings
-        return [one for _, one in sorted(found, key=lambda each: (each[1].step, each[0], each[1].path))]
-
-    def content(self, path: Path) -> CheckpointContent | None:
-        """Content of a checkpoint at the last listing; None if it did not exist."""
-        return self._read[path].content if path in self._read else None
+        return sorted(found, key=lambda one: (one.step, one.content.changed_ns, one.path))
 
     def _reading(self, step: int, path: Path, now_s: float) -> _LastReading:
         complete, critic = self._trainer.checkpoint_complete, critic_of(path)

@@ -207,7 +207,7 @@ class CheckpointPublisher:
             return
         self._newest_found = found[-1] if found else None
         # Checkpoints up to the resumed one are published already, and may still lie in the program's own folder.
-        new = [one for one in found if one.complete and one.step > self._first_step and self._is_new(one.path)]
+        new = [one for one in found if one.complete and one.step > self._first_step and self._is_new(one)]
         if new:
             self._queue(new)
 
@@ -226,17 +226,16 @@ class CheckpointPublisher:
         if found is not None:
             self._publish_guarded(found)
 
-    def _is_new(self, path: Path) -> bool:
+    def _is_new(self, found: FoundCheckpoint) -> bool:
         """Note the content of a checkpoint; True unless it was published with this content.
 
         A program that saves a step again writes into files that the published checkpoint shares with it.
         """
-        before, content = self._begun.get(path), self._watched.content(path)
-        if content is None or content == before:
+        before = self._begun.get(found.path)
+        # One with fewer files is being removed by the program.
+        if before is not None and (found.content == before or found.content.num_files < before.num_files):
             return False
-        if before is not None and content.num_files < before.num_files:
-            return False  # the program is removing it
-        self._begun[path] = content
+        self._begun[found.path] = found.content
         return True
 
     def _publish_guarded(self, found: FoundCheckpoint) -> None:
@@ -269,8 +268,10 @@ def publish(context: WorkerContext, trainer: CommandTrainer, output_dir: Path, f
         critic = critic_of(found.path)
         if critic is not None and critic.parent.is_dir():
             num_files += _link_tree(critic, partial.root / critic.relative_to(output_dir))
-        if num_files < found.num_files:
-            raise FileNotFoundError(errno.ENOENT, f"{num_files} of {found.num_files} files left: it is being removed")
+        if num_files < found.content.num_files:
+            raise FileNotFoundError(
+                errno.ENOENT, f"{num_files} of {found.content.num_files} files left: it is being removed"
+            )
         _link_model(partial.root / name, partial.model)
         (partial.root / OWN_NAME).write_text(name + "\n", encoding="utf-8")
         files = _checksums(partial.root)

@@ -100,7 +100,7 @@ def test_an_actor_is_complete_with_its_critic(tmp_path: Path) -> None:
     assert (found.complete, found.lacks) == (False, ("_critic/global_step7",))
     (tmp_path / "_critic" / "latest").write_text("global_step7")
     (found,) = after_end(tmp_path, **settings)
-    assert (found.complete, found.num_files) == (True, 4)
+    assert (found.complete, found.content.num_files) == (True, 4)
 
 
 def test_a_folder_of_an_actor_is_no_sign_of_deepspeed(tmp_path: Path) -> None:

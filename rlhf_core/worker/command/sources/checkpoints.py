@@ -22,15 +22,14 @@ class Checkpoints:
 
     def __init__(self, watched: Watched) -> None:
         self._checkpoints = WatchedCheckpoints(watched.trainer, watched.output_dir)
-        self._old: dict[Path, CheckpointContent | None] = {}
-        self._contents: dict[Path, CheckpointContent | None] = {}
+        self._old: dict[Path, CheckpointContent] = {}
+        self._contents: dict[Path, CheckpointContent] = {}
         self._complete: set[Path] = set()
         self._step: int | None = None
         self._next_poll_s = float("-inf")
         self._problem = ""
         try:
-            for one in self._checkpoints.find(0.0):
-                self._old[one.path] = self._checkpoints.content(one.path)
+            self._old = {one.path: one.content for one in self._checkpoints.find(0.0)}
         except OSError as error:
             self._problem = _error_text(error)
 
@@ -43,10 +42,13 @@ class Checkpoints:
             found = self._checkpoints.find(now_s)
         except OSError as error:
             return Reading(step=self._step, problem=_error_text(error))
-        contents = {one.path: self._checkpoints.content(one.path) for one in found}
+        contents = {one.path: one.content for one in found}
         # A checkpoint that existed before counts once the program writes into it, but not while it is removed.
-        old = [path for path, before in self._old.items() if _is_as_before(before, contents.get(path))]
-        self._old = {path: contents.get(path) for path in old}
+        self._old = {
+            path: contents[path]
+            for path, before in self._old.items()
+            if path in contents and (contents[path] == before or contents[path].num_files < before.num_files)
+        }
         new = [one for one in found if one.path not in self._old]
         grown = [one for one in new if contents[one.path] != self._contents.get(one.path)]
         complete = {one.path for one in new if one.complete}
@@ -55,10 +57,6 @@ class Checkpoints:
         self._contents, self._complete = contents, complete
         is_written = any(one.path not in complete for one in grown)
         return Reading(moved, self._step, Phase.CHECKPOINT if is_written else None, problem=self._problem)
-
-
-def _is_as_before(before: CheckpointContent | None, now: CheckpointContent | None) -> bool:
-    return now == before or (now is not None and before is not None and now.num_files < before.num_files)
 
 
 def _error_text(error: OSError) -> str:
