@@ -7,7 +7,6 @@ import contextlib
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 FILE_MODE = 0o600
@@ -87,7 +86,9 @@ def own_folder(parent: Path) -> Path:
     Raises:
         OSError: none can be created.
     """
-    for path in _names(parent):
+    base = f"rlhf-{os.geteuid()}"
+    for name in (base, *(f"{base}-{number}" for number in range(1, _MAX_SQUATTED))):
+        path = parent / name
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=FOLDER_MODE)
         found = path.lstat()
@@ -95,9 +96,3 @@ def own_folder(parent: Path) -> Path:
             close(path)
             return path
     return Path(tempfile.mkdtemp(prefix="rlhf-", dir=parent))
-
-
-def _names(parent: Path) -> Iterator[Path]:
-    base = f"rlhf-{os.geteuid()}"
-    yield parent / base
-    yield from (parent / f"{base}-{number}" for number in range(1, _MAX_SQUATTED))
