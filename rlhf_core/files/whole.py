@@ -100,20 +100,10 @@ def read_all(paths: Iterable[Path], schema: type[Model]) -> list[Model]:
     return [model for path in paths if (model := read_model(path, schema)) is not None]
 
 
-def claim(path: Path, text: str) -> bool:
-    """Create a file that must not exist yet; False if another process was first."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        _write_new(path, text, 0o644)
-    except FileExistsError:
-        return False
-    return True
-
-
 def create_once(path: Path, text: str, mode: int = _USUAL_MODE) -> bool:
     """Write a whole file that must not exist yet; False if another process was first.
 
-    Unlike :func:`claim`, whose file may be seen while it is empty, this file is always complete, even after a kill.
+    It is never seen while it is incomplete, not even after a kill.
 
     Args:
         mode: Its permissions, reduced by the umask.

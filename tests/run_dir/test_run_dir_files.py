@@ -10,7 +10,7 @@ from made_reports import checkpoint_manifest
 
 from rlhf_core.files import whole
 from rlhf_core.files.appended import LineWriter, read_blocks, read_lines, read_models, read_tail
-from rlhf_core.files.whole import RESERVE_BYTES, Reserve, claim, create_once, write_for_user, write_model
+from rlhf_core.files.whole import RESERVE_BYTES, Reserve, create_once, write_for_user, write_model
 from rlhf_core.run_dir.run import RunDir, new_run_id, run_dirs
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.reports import MetricsLine
@@ -121,12 +121,6 @@ def _refused(number: int) -> Callable[[Path, Path], None]:
         raise OSError(number, os.strerror(number), str(path), None, str(target))
 
     return hardlink_to
-
-
-def test_only_one_can_claim(tmp_path: Path) -> None:
-    assert claim(tmp_path / "attempts" / "1" / "claim", "first")
-    assert not claim(tmp_path / "attempts" / "1" / "claim", "second")
-    assert (tmp_path / "attempts" / "1" / "claim").read_text() == "first"
 
 
 def test_a_reserve_holds_real_blocks_until_it_is_freed(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from rlhf_core.diagnosis.failure import Failure
 from rlhf_core.diagnosis.policy import Choice, decide_in_place
 from rlhf_core.files.appended import parse_lines, read_blocks
 from rlhf_core.files.lookups import is_there, paths_in
-from rlhf_core.files.whole import Reserve, claim, is_disk_full, read_model, write_model
+from rlhf_core.files.whole import Reserve, create_once, is_disk_full, read_model, read_object, write_model
 from rlhf_core.run_dir.attempt import AttemptDir, RestartDir
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import Role
@@ -51,13 +51,13 @@ class Leader:
     def claim(self) -> str:
         """Claim the attempt; returns an empty string on success, otherwise a sentence naming its owner."""
         content = {"pid": os.getpid(), "host": socket.gethostname(), "time": utc_now().isoformat()}
-        if claim(self._dir.claim, json.dumps(content)):
+        path = self._dir.claim
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if create_once(path, json.dumps(content)):
             return ""
-        # The owner may have been killed between creating the file and filling it; the attempt is owned all the same.
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            owner = json.loads(self._dir.claim.read_bytes())
-            return f"attempt {self._dir.number} belongs to the agent with pid {owner['pid']} on {owner['host']}"
-        return f"attempt {self._dir.number} belongs to another agent, which is not named in {self._dir.claim}"
+        owner = read_object(path)  # empty if the file is damaged: the attempt is owned all the same
+        who = f"the agent with pid {owner['pid']} on {owner['host']}" if owner else f"another agent, unnamed in {path}"
+        return f"attempt {self._dir.number} belongs to {who}"
 
     def write(self, path: Path, model: BaseModel) -> bool:
         """Write an essential file, releasing the reserve if the disk is full. False if the file cannot be written.
@@ -152,26 +152,19 @@ class Leader:
     def finish(self, outcome: AttemptOutcome) -> bool:
         """Write the outcome, once and last; False if that fails."""
         deadline = time.monotonic() + OUTCOME_TIMEOUT_S
-        while not self._is_finished():
+        while True:
+            with contextlib.suppress(OSError):  # the file system may not respond for a while
+                if is_there(self._dir.outcome):
+                    break
+                if self._run_dir.is_superseded(self._dir.number):
+                    return False
             if self.write(self._dir.outcome, outcome):
                 break
-            if time.monotonic() > deadline or self._is_superseded():
+            if time.monotonic() > deadline:
                 return False
             time.sleep(0.5)
         self.reserve.free()
         return True
-
-    def _is_finished(self) -> bool:
-        """True if the outcome is there; False also while the file system does not respond."""
-        with contextlib.suppress(OSError):
-            return is_there(self._dir.outcome)
-        return False
-
-    def _is_superseded(self) -> bool:
-        """True if the run has moved on to another attempt; False also while the file system does not respond."""
-        with contextlib.suppress(OSError):
-            return self._run_dir.is_superseded(self._dir.number)
-        return False
 
     def last_step(self) -> int:
         """Last step in any ``metrics.jsonl`` of this attempt; 0 if there is none, or if none can be read."""
