@@ -9,7 +9,9 @@ from agent_runs import AgentRun, toy_runs
 from small_disk import small_disk
 
 from rlhf_core.machine.parent_death import adopt_orphans
-from rlhf_core.run_dir.run import new_run_id
+from rlhf_core.run_dir.attempt import RestartDir
+from rlhf_core.run_dir.run import RunDir, new_run_id
+from rlhf_core.worker.event_log import EventLog
 from rlhf_core.worker.liveness.heartbeat import SlotFile
 
 
@@ -33,6 +35,18 @@ def adopting() -> Iterator[None]:
     adopt_orphans()
     yield
     ctypes.CDLL(None).prctl(36, 0, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+
+
+@pytest.fixture
+def restart_dir(tmp_path: Path) -> RestartDir:
+    """The folder of the first start of a run."""
+    return RunDir(tmp_path / "run").attempt(1).restart(0)
+
+
+@pytest.fixture
+def events(restart_dir: RestartDir) -> EventLog:
+    """Events of this node."""
+    return EventLog("here", restart_dir)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import socket
 import time
 
 import pytest
+from agents_in_memory import channels_of, lone_channel, nodes_of
 from fork_server import fork_server
 from process_tools import until
 
@@ -15,12 +16,10 @@ from rlhf_core.worker.channel.messages import AgentChannel
 from rlhf_core.worker.channel.signing import MessageSigner
 from rlhf_core.worker.channel.store import (
     AgentStoreLost,
-    MemoryAgentStore,
     candidate_ports,
     host_agent_store,
     join_agent_store,
 )
-from rlhf_core.worker.nodes.membership import Nodes
 
 pytestmark = pytest.mark.training
 
@@ -37,9 +36,9 @@ def signer(marker: str, index: int = 0, secret: bytes = SECRET) -> MessageSigner
     return MessageSigner(secret, marker, index)
 
 
-def test_the_offset_of_a_clock_follows_it(marker: str) -> None:
+def test_the_offset_of_a_clock_follows_it() -> None:
     """Clocks drift, and a wrong one is set: exits are ordered by the offset of today."""
-    channel = AgentChannel(Nodes(("a",), ("127.0.0.1",), 0), MemoryAgentStore())
+    channel = lone_channel()
     for behind_s in (0.0, 120.0, 60.0):
         for _ in range(messages.NUM_DIFFERENCES):
             channel.send("state", NodeState(wall_s=time.time() - behind_s))
@@ -92,14 +91,8 @@ def test_an_agent_that_must_end_stops_searching(marker: str) -> None:
     assert time.monotonic() - began < 30
 
 
-def _two(shared: MemoryAgentStore) -> tuple[AgentChannel, AgentChannel]:
-    names, addresses = ("a", "b"), ("127.0.0.1",) * 2
-    first, second = (AgentChannel(Nodes(names, addresses, index), shared, signer("toy/1", index)) for index in (0, 1))
-    return first, second
-
-
 def test_two_agents_exchange_messages_and_part() -> None:
-    first, second = _two(MemoryAgentStore())
+    first, second = channels_of("a", "b")
     second.send("hello", AgreedStep(action="end", message="from b"))
     first.send("hello", AgreedStep(action="end", message="from a"))
     until(lambda: len(first.received("hello", AgreedStep)) == 2)
@@ -112,7 +105,7 @@ def test_two_agents_exchange_messages_and_part() -> None:
 
 
 def test_a_single_agent_receives_its_own_messages() -> None:
-    alone = AgentChannel(Nodes(("a",), ("127.0.0.1",), 0), MemoryAgentStore())
+    alone = lone_channel()
     alone.send("hello", Ready())
     alone.publish("word", AgreedStep(action="end", message="me"))
     assert alone.received("hello", Ready) == {0: Ready()}
@@ -136,7 +129,7 @@ def test_agent_0_is_lost_when_its_process_dies(marker: str, monkeypatch: pytest.
     try:
         own = signer(marker, 1)
         store = join_agent_store("127.0.0.1", own, asleep, 60.0)
-        follower = AgentChannel(Nodes(("a", "b"), ("127.0.0.1",) * 2, 1), store, own)
+        follower = AgentChannel(nodes_of("a", "b", index=1), store, own)
         time.sleep(6.0)
         assert not follower.is_lost
         agent_0.kill()

@@ -3,11 +3,10 @@
 from dataclasses import dataclass, field
 
 import pytest
+from agents_in_memory import channels_of, nodes_of
 
 from rlhf_core.worker.channel import messages
-from rlhf_core.worker.channel.messages import LOST_TIMEOUT_S, AgentChannel
-from rlhf_core.worker.channel.signing import MessageSigner
-from rlhf_core.worker.channel.store import MemoryAgentStore
+from rlhf_core.worker.channel.messages import LOST_TIMEOUT_S
 from rlhf_core.worker.liveness.pause_clock import PauseClock
 from rlhf_core.worker.nodes.membership import Nodes
 from rlhf_core.worker.supervision.agent_loss import GAVE_UP_S, find_loss
@@ -32,8 +31,7 @@ class Silences:
 
     @property
     def nodes(self) -> Nodes:
-        names = tuple(f"n{index}" for index in range(len(self.silent_s) + 1))
-        return Nodes(names, ("127.0.0.1",) * len(names), 0)
+        return nodes_of(*(f"n{index}" for index in range(len(self.silent_s) + 1)))
 
     def silence_s(self, index: int) -> float:
         return self.silent_s[index - 1]
@@ -84,8 +82,7 @@ def test_silence_during_a_pause_of_the_agent_itself_is_forgiven(monkeypatch: pyt
     now = [100.0]
     monkeypatch.setattr(messages.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(messages.threading.Thread, "start", lambda thread: None)
-    signer = MessageSigner(b"0" * 64, "toy/1", 1)
-    follower = AgentChannel(Nodes(("n0", "n1"), ("127.0.0.1",) * 2, 1), MemoryAgentStore(), signer)
+    _, follower = channels_of("n0", "n1")
     assert not follower.is_lost
     now[0] += LOST_TIMEOUT_S + 1
     assert not follower.is_lost, "it was paused: the clock did not tick"

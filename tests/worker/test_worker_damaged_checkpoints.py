@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from agent_runs import AgentRun, make_spec
-from given_process import GivenProcess
+from agent_runs import AgentRun
+from agents_in_memory import GivenProcess, decisions_of, lone_channel
 from made_reports import checkpoint_manifest, rank_status
 
 from rlhf_core.diagnosis.failure import Failure
@@ -17,19 +17,11 @@ from rlhf_core.schemas.agent_messages import AgreedStep, NodeEnd, WorkerReport
 from rlhf_core.schemas.attempts import AttemptState, Role
 from rlhf_core.schemas.failures import Action, FailureKind, Incident
 from rlhf_core.schemas.reports import MetricsLine, Phase
-from rlhf_core.schemas.resources import GroupPlan, Placement
+from rlhf_core.schemas.resources import GroupPlan
 from rlhf_core.worker.agent.damaged_checkpoints import DamagedCheckpoints
 from rlhf_core.worker.agent.decisions import GroupDecisions
-from rlhf_core.worker.agent.job import Job
-from rlhf_core.worker.agent.leader import Leader
-from rlhf_core.worker.channel.messages import AgentChannel
-from rlhf_core.worker.channel.store import MemoryAgentStore
 from rlhf_core.worker.command.launch import LaunchOrder
-from rlhf_core.worker.event_log import EventLog
-from rlhf_core.worker.groups.base import GroupSeat
 from rlhf_core.worker.liveness.heartbeat import SlotFile
-from rlhf_core.worker.nodes.membership import Nodes
-from rlhf_core.worker.supervision.external_requests import ExternalRequests
 
 MakeRun = Callable[..., AgentRun]
 
@@ -149,13 +141,10 @@ MISSING = (
 
 @pytest.fixture
 def decisions(tmp_path: Path) -> GroupDecisions:
-    run_dir, nodes = RunDir(tmp_path), Nodes(("here",), ("127.0.0.1",), 0)
+    run_dir = RunDir(tmp_path)
     for step in (5, 10, 15):
         save_empty(run_dir, step)
-    job = Job(run_dir, 1, nodes, make_spec(), Placement(attempt=1, num_nodes=1, phases=()), {}, ())
-    events = EventLog("here", run_dir.attempt(1).restart(0))
-    channel = AgentChannel(nodes, MemoryAgentStore())
-    return GroupDecisions(job, channel, Leader(run_dir, 1, events), ExternalRequests())
+    return decisions_of(run_dir, lone_channel())
 
 
 def ends_of_a_program(
@@ -164,8 +153,7 @@ def ends_of_a_program(
     """The step after the start of an external trainer whose worker exited as its rank did, without an outcome."""
     folder = decisions.damaged.run_dir.attempt(1).restart(restart)
     write_model(folder.launch_order, LaunchOrder(address="127.0.0.1", port=1, checkpoint=told))
-    channel = AgentChannel(Nodes(("here",), ("127.0.0.1",), 0), MemoryAgentStore())
-    group = GivenProcess(GroupPlan.on_all_nodes(role, 1, 1), 0, folder, GroupSeat("here", 0, slots, channel.clock))
+    group = GivenProcess(slots, folder, plan=GroupPlan.on_all_nodes(role, 1, 1))
     last = rank_status(0, step=step, phase=Phase.SETUP)
     failed = WorkerReport(
         rank=0, local_rank=0, code=1, last=last, log_tail=f"Traceback (most recent call last):\n{log}\n"

@@ -9,18 +9,12 @@ import pytest
 from amd_node import device, make_amd_node, write
 
 from rlhf_core.machine import amd_gpus
-from rlhf_core.run_dir.run import RunDir
 from rlhf_core.worker.agent import gpu_wait
 from rlhf_core.worker.agent.gpu_wait import TOLERANCE_BYTES, GpuWait
 from rlhf_core.worker.event_log import EventLog
 from rlhf_core.worker.telemetry.gpus import GpuTelemetry
 
 GIB = 1 << 30
-
-
-@pytest.fixture
-def events(tmp_path: Path) -> EventLog:
-    return EventLog("node1", RunDir(tmp_path).attempt(1).restart(0))
 
 
 def read(monkeypatch: pytest.MonkeyPatch, *readings: list[int]) -> Iterator[list[int]]:

@@ -11,18 +11,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from given_process import GivenProcess
+from agents_in_memory import GivenProcess
 
 from rlhf_core.diagnosis.hangs.liveness import GapTracker, overdue
+from rlhf_core.run_dir.attempt import RestartDir
 from rlhf_core.run_dir.run import new_run_id
-from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.reports import Phase
-from rlhf_core.schemas.resources import GroupPlan
 from rlhf_core.schemas.supervision import SuperviseSpec
 from rlhf_core.training.types import Reporter
-from rlhf_core.worker.groups.base import GroupSeat
 from rlhf_core.worker.liveness.heartbeat import MAX_REPRESENTED, WARM_BEATS, Beat, SlotFile, memory_folder, slots_folder
-from rlhf_core.worker.liveness.pause_clock import PauseClock
 
 
 @pytest.fixture
@@ -258,7 +255,7 @@ def test_a_helper_thread_must_not_beat(slots: SlotFile) -> None:
 
 @pytest.mark.parametrize("beats_from_thread", [False, True])
 def test_a_thread_that_beats_would_hide_an_endless_loop(
-    tmp_path: Path, slots: SlotFile, monkeypatch: pytest.MonkeyPatch, beats_from_thread: bool
+    restart_dir: RestartDir, slots: SlotFile, monkeypatch: pytest.MonkeyPatch, beats_from_thread: bool
 ) -> None:
     """Negative control: if threads may beat, the agent does not notice that the main thread is in an endless loop."""
     limit_s = 0.3
@@ -273,8 +270,7 @@ def test_a_thread_that_beats_would_hide_an_endless_loop(
     if beats_from_thread:
         monkeypatch.setattr("rlhf_core.worker.liveness.heartbeat._this_thread", lambda: beat._thread)
         threading.Thread(target=keep_beating, daemon=True).start()
-    seat = GroupSeat("here", 0, slots, PauseClock())
-    watch = GivenProcess(GroupPlan.on_all_nodes(Role.TRAINER, 1, 1), os.getpid(), tmp_path, seat)
+    watch = GivenProcess(slots, restart_dir, pid=os.getpid())
     watch.start()
     until = time.monotonic() + 2 * limit_s
     while time.monotonic() < until:

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import pytest
 from agent_runs import make_spec
-from given_process import GivenProcess
+from agents_in_memory import GivenProcess, channels_of, decisions_of, lone_channel
 from made_reports import checkpoint_manifest, rank_status
 
 from rlhf_core.diagnosis.failure import Failure
@@ -21,19 +21,13 @@ from rlhf_core.schemas.attempts import AttemptState, Role
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import Action, FailureKind, Incident
 from rlhf_core.schemas.reports import AgentCommand, AttemptOutcome, MetricsLine, Phase, WorkerOutcome
-from rlhf_core.schemas.resources import GroupPlan, Placement
+from rlhf_core.schemas.resources import GroupPlan
 from rlhf_core.watchdog.evidence import agent_decisions, final_incident
 from rlhf_core.worker.agent import leader as leader_module
-from rlhf_core.worker.agent.decisions import GroupDecisions
-from rlhf_core.worker.agent.job import Job
 from rlhf_core.worker.agent.leader import Leader, RestartBudget
-from rlhf_core.worker.channel.messages import AgentChannel
-from rlhf_core.worker.channel.signing import MessageSigner
-from rlhf_core.worker.channel.store import MemoryAgentStore
 from rlhf_core.worker.event_log import EventLog
-from rlhf_core.worker.groups.base import GroupSeat, Hang
+from rlhf_core.worker.groups.base import Hang
 from rlhf_core.worker.liveness.heartbeat import SlotFile
-from rlhf_core.worker.nodes.membership import Nodes
 from rlhf_core.worker.supervision.external_requests import ExternalRequests
 
 KILLED = Failure(FailureKind.WORKER_KILLED, "killed", "f1")
@@ -66,19 +60,16 @@ def test_workers_are_not_restarted_beside_killed_ones_that_have_not_ended(
     run_dir: RunDir, slots: SlotFile, left: tuple[int, int], action: str, suspects: tuple[str, ...]
 ) -> None:
     """They hold GPU memory, so the restarted workers would run out of it. A third node has only engines."""
-    nodes = Nodes(("here", "there", "engines"), ("127.0.0.1",) * 3, 0)
-    job = Job(run_dir, 1, nodes, make_spec(), Placement(attempt=1, num_nodes=3, phases=()), {}, ())
-    restart, leader = run_dir.attempt(1).restart(0), leader_of(run_dir)
-    channel = AgentChannel(nodes, MemoryAgentStore(), MessageSigner(b"0" * 64, "toy/1", 0))
-    seat = GroupSeat("here", 0, slots, channel.clock)
-    group = GivenProcess(GroupPlan.on_all_nodes(Role.TRAINER, 1, 2), 0, restart, seat)
+    channel, *others = channels_of("here", "there", "engines")
+    restart = run_dir.attempt(1).restart(0)
+    group = GivenProcess(slots, restart, plan=GroupPlan.on_all_nodes(Role.TRAINER, 1, 2))
     silent = rank_status(0, age_s=90.0)
     group.hang = Hang(HangVerdict(FailureKind.HANG, (), "silent"), (silent,), 90.0)
-    decisions = GroupDecisions(job, channel, leader, ExternalRequests())
     ends = {index: NodeEnd(num_workers=1, num_left=num_left) for index, num_left in enumerate(left)}
     ends[2] = NodeEnd(num_workers=0)
-    step = decisions.conclude(group, ends, restart)
-    channel.close()
+    step = decisions_of(run_dir, channel).conclude(group, ends, restart)
+    for one in (*others, channel):
+        one.close()
     incident = read_model(restart.incident(1), Incident)
     assert incident is not None
     assert (step.action, incident.suspect_nodes) == (action, suspects)
@@ -92,14 +83,8 @@ def test_workers_are_not_restarted_beside_killed_ones_that_have_not_ended(
 def test_workers_that_saved_without_being_asked_had_no_time_left(
     run_dir: RunDir, slots: SlotFile, asked: str, words: str, kind: str | None
 ) -> None:
-    nodes = Nodes(("here",), ("127.0.0.1",), 0)
-    job = Job(run_dir, 1, nodes, make_spec(), Placement(attempt=1, num_nodes=1, phases=()), {}, ())
     restart = run_dir.attempt(1).restart(0)
-    channel = AgentChannel(nodes, MemoryAgentStore())
-    group = GivenProcess(
-        GroupPlan.on_all_nodes(Role.TRAINER, 1, 1), 0, restart, GroupSeat("here", 0, slots, channel.clock)
-    )
-    decisions = GroupDecisions(job, channel, leader_of(run_dir), ExternalRequests(stop=asked))
+    decisions = decisions_of(run_dir, lone_channel(), ExternalRequests(stop=asked))
     outcome = WorkerOutcome(
         role=Role.TRAINER,
         rank=0,
@@ -111,7 +96,7 @@ def test_workers_that_saved_without_being_asked_had_no_time_left(
         time=utc_now(),
     )
     end = NodeEnd(num_workers=1, workers=(WorkerReport(rank=0, local_rank=0, code=0, outcome=outcome),))
-    step = decisions.conclude(group, {0: end}, restart)
+    step = decisions.conclude(GivenProcess(slots, restart), {0: end}, restart)
     assert (step.action, step.state, step.kind) == ("end", AttemptState.PREEMPTED, kind)
     assert words in step.message
 
@@ -119,12 +104,8 @@ def test_workers_that_saved_without_being_asked_had_no_time_left(
 @pytest.mark.parametrize("kind", [FailureKind.NODE_LOST, FailureKind.FILE_SYSTEM])
 def test_an_agent_lost_between_two_starts_is_an_incident_of_its_own(run_dir: RunDir, kind: FailureKind) -> None:
     """Otherwise, the node of the incident before the restart would be blamed, and left out of the next attempt."""
-    nodes = Nodes(("here",), ("127.0.0.1",), 0)
-    job = Job(run_dir, 1, nodes, make_spec(), Placement(attempt=1, num_nodes=1, phases=()), {}, ())
-    restart, leader = run_dir.attempt(1).restart(1), leader_of(run_dir)
     requests = ExternalRequests(broken="its agent is silent", broken_kind=kind, broken_node="there")
-    channel = AgentChannel(nodes, MemoryAgentStore())
-    step = GroupDecisions(job, channel, leader, requests).may_start(restart)
+    step = decisions_of(run_dir, lone_channel(), requests).may_start(run_dir.attempt(1).restart(1))
     incident = final_incident(run_dir.attempt(1))
     assert incident is not None
     assert (step.action, step.kind) == ("end", kind)

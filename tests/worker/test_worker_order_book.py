@@ -3,20 +3,18 @@
 import threading
 
 import pytest
+from agents_in_memory import lone_channel
 
 from rlhf_core.schemas.agent_messages import GroupOrders, InspectionOrder, WorkerEndOrder, WorkerStartOrder
 from rlhf_core.schemas.attempts import Role
-from rlhf_core.worker.channel.messages import AgentChannel
 from rlhf_core.worker.channel.order_book import OrderBook
-from rlhf_core.worker.channel.store import MemoryAgentStore
-from rlhf_core.worker.nodes.membership import Nodes
 
 NUM_CHANGES = 300
 
 
 @pytest.fixture
 def book() -> OrderBook:
-    return OrderBook(AgentChannel(Nodes(("here",), ("127.0.0.1",), 0), MemoryAgentStore()))
+    return OrderBook(lone_channel())
 
 
 def change_from_two_threads(book: OrderBook) -> GroupOrders:

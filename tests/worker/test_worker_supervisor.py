@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from given_process import GivenProcess
+from agents_in_memory import GivenProcess, lone_channel
 from process_tools import until
 
 from rlhf_core.diagnosis.hangs.liveness import GapTracker
@@ -18,19 +18,16 @@ from rlhf_core.run_dir.attempt import AttemptDir
 from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.reports import AgentCommand
-from rlhf_core.schemas.resources import GroupPlan
 from rlhf_core.schemas.supervision import SuperviseSpec
 from rlhf_core.worker.channel.messages import AgentChannel
-from rlhf_core.worker.channel.store import MemoryAgentStore
 from rlhf_core.worker.event_log import EventLog
-from rlhf_core.worker.groups.base import GroupSeat, Started
+from rlhf_core.worker.groups.base import Started
 from rlhf_core.worker.liveness.heartbeat import SlotFile
-from rlhf_core.worker.nodes.membership import Nodes
 from rlhf_core.worker.signals import SignalInbox
 from rlhf_core.worker.supervision.exit_deadline import ExitDeadline
 from rlhf_core.worker.supervision.supervisor import Supervisor
 
-ALONE = AgentChannel(Nodes(("here",), ("127.0.0.1",), 0), MemoryAgentStore())
+ALONE = lone_channel()
 
 
 @pytest.fixture
@@ -82,8 +79,7 @@ def _supervise(
 
 
 def _watch(supervisor: Supervisor, folder: Path, slots: SlotFile, pid: int) -> GivenProcess:
-    seat = GroupSeat("here", 0, slots, ALONE.clock)
-    group = GivenProcess(GroupPlan.on_all_nodes(Role.TRAINER, 1, 1), pid, AttemptDir(folder, 1).restart(0), seat)
+    group = GivenProcess(slots, AttemptDir(folder, 1).restart(0), pid=pid, clock=ALONE.clock)
     group.start()
     supervisor.supervise(group, 0)
     return group
@@ -118,7 +114,7 @@ def test_a_woken_agent_asks_until_it_knows_whether_the_run_went_on_without_it(
         return answer
 
     deadline = NoDeadline()
-    channel = AgentChannel(Nodes(("here",), ("127.0.0.1",), 0), MemoryAgentStore())
+    channel = lone_channel()
     tracker = GapTracker(SuperviseSpec(floor_s=60.0, setup_floor_s=60.0))
     supervisor = _supervise(tmp_path, inbox, tracker, channel, deadline, is_superseded)
     channel.clock.num_pauses = 1  # a pause that it has not noticed yet
