@@ -44,14 +44,16 @@ def restart_dir(tmp_path: Path) -> RestartDir:
 
 
 @pytest.fixture
-def events(restart_dir: RestartDir) -> EventLog:
+def events(restart_dir: RestartDir) -> Iterator[EventLog]:
     """Events of this node."""
-    return EventLog("here", restart_dir)
+    log = EventLog("here", restart_dir)
+    yield log
+    log.close()
 
 
 @pytest.fixture
 def slots() -> Iterator[SlotFile]:
-    """The heartbeats of one worker on this node."""
-    file = SlotFile(new_run_id("toy"), 1, "here", 1)
+    """The heartbeats of two workers on this node."""
+    file = SlotFile(new_run_id("toy"), 1, "here", 2)
     yield file
     file.remove()

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,13 +19,6 @@ from rlhf_core.schemas.reports import Phase
 from rlhf_core.schemas.supervision import SuperviseSpec
 from rlhf_core.training.types import Reporter
 from rlhf_core.worker.liveness.heartbeat import MAX_REPRESENTED, WARM_BEATS, Beat, SlotFile, memory_folder, slots_folder
-
-
-@pytest.fixture
-def slots() -> Iterator[SlotFile]:
-    file = SlotFile(new_run_id("toy"), 1, "here", 2)
-    yield file
-    file.remove()
 
 
 def test_the_agent_reads_what_the_worker_wrote(slots: SlotFile) -> None:

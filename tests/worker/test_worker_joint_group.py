@@ -5,12 +5,11 @@ import os
 import re
 import subprocess
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 import psutil
 import pytest
 
-from rlhf_core.run_dir.run import RunDir, new_run_id
+from rlhf_core.run_dir.attempt import RestartDir
 from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.resources import GroupPlan
 from rlhf_core.worker import processes
@@ -24,18 +23,11 @@ SLEEP = ("-c", "import time; time.sleep(600)")
 
 
 @pytest.fixture
-def two_slots() -> Iterator[SlotFile]:
-    file = SlotFile(new_run_id("toy"), 1, "here", 2)
-    yield file
-    file.remove()
-
-
-@pytest.fixture
-def group(tmp_path: Path, two_slots: SlotFile) -> Iterator[JointGroup]:
+def group(restart_dir: RestartDir, slots: SlotFile) -> Iterator[JointGroup]:
     """Two workers on the second of two nodes, which meet in a store; not started."""
     plan = GroupPlan.on_all_nodes(Role.TRAINER, 2, 2)
-    start = JointStart("toy.1.0", "10.0.0.1:4711", SLEEP, RunDir(tmp_path).attempt(1).restart(0))
-    made = JointGroup(plan, 0, GroupSeat("here", 1, two_slots, PauseClock()), start)
+    start = JointStart("toy.1.0", "10.0.0.1:4711", SLEEP, restart_dir)
+    made = JointGroup(plan, 0, GroupSeat("here", 1, slots, PauseClock()), start)
     yield made
     made.close()
 
@@ -83,9 +75,9 @@ def test_no_variable_of_torchrun_is_missing(group: JointGroup) -> None:
     assert named - of_the_agent <= environments(group)[0].keys()
 
 
-def test_on_one_node_no_store_is_promised(tmp_path: Path, two_slots: SlotFile) -> None:
-    start = JointStart("toy.1.0", "", SLEEP, RunDir(tmp_path).attempt(1).restart(0))
-    seat = GroupSeat("here", 0, two_slots, PauseClock())
+def test_on_one_node_no_store_is_promised(restart_dir: RestartDir, slots: SlotFile) -> None:
+    start = JointStart("toy.1.0", "", SLEEP, restart_dir)
+    seat = GroupSeat("here", 0, slots, PauseClock())
     group = JointGroup(GroupPlan.on_all_nodes(Role.TRAINER, 2, 1), 0, seat, start)
     group.start()
     (address, port, promised), second = (

@@ -13,7 +13,6 @@ import pytest
 from process_tools import until
 from program_contexts import context_of, trainer_of
 
-from rlhf_core.run_dir.run import new_run_id
 from rlhf_core.schemas.command_trainer import ProgressSource
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.training.types import WorkerContext
@@ -31,14 +30,6 @@ from rlhf_core.worker.worker_process import SLOTS_VARIABLE
 PROGRAM = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'input()'], stdin=subprocess.PIPE).wait()"
 """A launch line whose rank, as with Ray, has none of the variables of a rank."""
 MakeFollowers = Callable[..., list[Follower]]
-
-
-@pytest.fixture
-def slots() -> Iterator[SlotFile]:
-    """Slots of two ranks."""
-    file = SlotFile(new_run_id("toy"), 1, "here", 2)
-    yield file
-    file.remove()
 
 
 @pytest.fixture
