@@ -71,23 +71,17 @@ class Agreement:
     def _await_step(self, topic: str) -> Generator[None, None, AgreedStep]:
         """The decision of agent 0, or the end of the attempt if agent 0 is no longer deciding."""
         while True:
-            step = self._channel.published(topic, AgreedStep) or self.forced_end
+            step = self._channel.published(topic, AgreedStep) or self._forced_end()
             if step is not None:
                 return step
             yield
 
-    @property
-    def forced_end(self) -> AgreedStep | None:
+    def _forced_end(self) -> AgreedStep | None:
         """The end of the attempt, if agent 0 has ordered it or is no longer deciding."""
-        broken = self._requests.broken
-        lost = AgreedStep(action="end", message=broken, kind=FailureKind.AGENT_KILLED) if broken else None
-        return self.over or lost
-
-    @property
-    def over(self) -> AgreedStep | None:
-        """The end of the attempt, once agent 0 has ordered it."""
-        orders = self._channel.published("orders", Orders)
-        return orders.over if orders is not None else None
+        orders, broken = self._channel.published("orders", Orders), self._requests.broken
+        if orders is not None and orders.over is not None:
+            return orders.over
+        return AgreedStep(action="end", message=broken, kind=FailureKind.AGENT_KILLED) if broken else None
 
     def complete(self, waiting: Generator[None, None, Result]) -> Result:
         """Run a single wait to completion."""

@@ -3,7 +3,7 @@
 Every agent reports for its own node; agent 0 combines the reports.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,8 +23,6 @@ from rlhf_core.worker.worker_process import spare_outcome
 
 Write = Callable[[Path, BaseModel], bool]
 """Writes an essential file; returns False if that fails."""
-Outcomes = Mapping[int, WorkerOutcome]
-"""Outcomes written by a node's workers themselves, by local rank."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +49,9 @@ def report(group: WorkerGroup, problem: str, write: Write, workers: Iterable[int
         workers: Local ranks of the exited workers to report; None for the whole group.
     """
     wanted = list(range(group.num_workers) if workers is None else workers)
-    outcomes = read_outcomes(group, write, wanted)
+    outcomes = {index: _read_outcome(group, write, index) for index in wanted}
     started = [worker for local_rank, worker in group.workers.items() if local_rank in wanted]
-    ends = tuple(_report_worker(group, worker, outcomes) for worker in started)
+    ends = tuple(_report_worker(group, worker, outcomes[worker.local_rank]) for worker in started)
     now = processes.oom_kills()
     before = min((worker.oom_kills_before for worker in started), default=now)
     end = NodeEnd(num_workers=len(wanted), workers=ends, problem=problem, oom_kills=max(0, now - before))
@@ -66,23 +64,19 @@ def report(group: WorkerGroup, problem: str, write: Write, workers: Iterable[int
     return end.model_copy(update={"workers": with_tails})
 
 
-def read_outcomes(group: WorkerGroup, write: Write, workers: Iterable[int]) -> Outcomes:
-    """Read the workers' own outcomes; ``write`` out those left on the node because the disk was full."""
-    found = {}
-    for index in workers:
-        path, spare = group.outcome_path(index), spare_outcome(group.seat.slots.path, index)
-        outcome = read_model(path, WorkerOutcome)
-        if outcome is None:
-            outcome = read_model(spare, WorkerOutcome)
-            if outcome is not None:
-                write(path, outcome)
-        spare.unlink(missing_ok=True)
+def _read_outcome(group: WorkerGroup, write: Write, local_rank: int) -> WorkerOutcome | None:
+    """A worker's own outcome; one that it left on the node, because the disk was full, is written out."""
+    path, spare = group.outcome_path(local_rank), spare_outcome(group.seat.slots.path, local_rank)
+    outcome = read_model(path, WorkerOutcome)
+    if outcome is None:
+        outcome = read_model(spare, WorkerOutcome)
         if outcome is not None:
-            found[index] = outcome
-    return found
+            write(path, outcome)
+    spare.unlink(missing_ok=True)
+    return outcome
 
 
-def _report_worker(group: WorkerGroup, worker: Started, outcomes: Outcomes) -> WorkerReport:
+def _report_worker(group: WorkerGroup, worker: Started, outcome: WorkerOutcome | None) -> WorkerReport:
     end = group.exits.get(worker.local_rank)
     return WorkerReport(
         rank=worker.rank,
@@ -91,7 +85,7 @@ def _report_worker(group: WorkerGroup, worker: Started, outcomes: Outcomes) -> W
         by_agent=end is None or end.by_agent,
         ended_s=end.wall_s if end is not None else 0.0,
         last=end.last if end is not None else None,
-        outcome=outcomes.get(worker.local_rank),
+        outcome=outcome,
     )
 
 

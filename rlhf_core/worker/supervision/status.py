@@ -1,7 +1,7 @@
 """Telemetry and status of the node, which its agent publishes every two seconds (``agents/<node>.json``)."""
 
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from pathlib import Path
 
 from rlhf_core.condition_log import ConditionLog
@@ -14,7 +14,7 @@ from rlhf_core.schemas.reports import AgentStatus
 from rlhf_core.worker.channel.messages import AgentChannel
 from rlhf_core.worker.event_log import EventLog
 from rlhf_core.worker.supervision.group import SupervisedGroup
-from rlhf_core.worker.telemetry.anomalies import Anomalies, NodeReading
+from rlhf_core.worker.telemetry.anomalies import Anomalies
 from rlhf_core.worker.telemetry.node import Telemetry
 from rlhf_core.worker.telemetry.series import TelemetrySeries
 
@@ -74,7 +74,7 @@ class StatusPublisher:
             ranks=state.ranks,
             telemetry=state.telemetry,
             longest_gaps_s=self._tracker.all_longest_s,
-            findings=self.anomalies.update(self._readings(groups), now_s) if self._channel.leads else (),
+            findings=self._find_anomalies(groups, now_s) if self._channel.leads else (),
         )
         try:
             write_model(restart_dir.agent_status(nodes.name), status)
@@ -87,10 +87,10 @@ class StatusPublisher:
         self._series.stop(time.monotonic())
         self._source.stop()
 
-    def _readings(self, groups: Collection[SupervisedGroup]) -> Iterable[NodeReading]:
-        for index, state in self._channel.received("state", NodeState).items():
-            name, work = self._channel.nodes.names[index], _work_of(index, groups)
-            yield NodeReading(name, state.published, state.telemetry, state.ranks, work)
+    def _find_anomalies(self, groups: Collection[SupervisedGroup], now_s: float) -> tuple[str, ...]:
+        received, names = self._channel.received("state", NodeState), self._channel.nodes.names
+        states = {names[index]: state for index, state in received.items()}
+        return self.anomalies.update(states, {names[index]: _work_of(index, groups) for index in received}, now_s)
 
 
 def _work_of(index: int, groups: Collection[SupervisedGroup]) -> str:

@@ -1,24 +1,10 @@
 """Anomalies across all nodes' telemetry: findings in agent 0's status, and an event when one begins or ends."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from rlhf_core.diagnosis.telemetry.imbalance import ImbalanceWatch
-from rlhf_core.schemas.reports import RankStatus
+from rlhf_core.schemas.agent_messages import NodeState
 from rlhf_core.worker.event_log import EventLog
-
-
-@dataclass(frozen=True)
-class NodeReading:
-    """The last published telemetry of one node."""
-
-    node: str
-    sequence: int
-    """Number of publications so far; if it has not changed since the last poll, there is no new reading."""
-    telemetry: dict[str, float]
-    ranks: tuple[RankStatus, ...]
-    work: str = ""
-    """Roles running on the node: only nodes with the same work are compared."""
 
 
 class Anomalies:
@@ -36,19 +22,20 @@ class Anomalies:
         self._seen.clear()
         self._present = ()
 
-    def update(self, readings: Iterable[NodeReading], now_s: float) -> tuple[str, ...]:
+    def update(self, states: Mapping[str, NodeState], works: Mapping[str, str], now_s: float) -> tuple[str, ...]:
         """Add new readings and return the current anomalies.
 
         Args:
-            readings: The last reading of each node.
+            states: The last state of each node, by its name.
+            works: Roles running on each of them: only nodes with the same work are compared.
             now_s: This agent's monotonic clock, in seconds.
         """
-        for reading in readings:
-            if self._seen.get(reading.node) != reading.sequence:
-                self._seen[reading.node] = reading.sequence
-                step = max((rank.step for rank in reading.ranks), default=0)
-                beats = sum(rank.sequence for rank in reading.ranks)
-                self._watch.add(reading.node, reading.telemetry, step, now_s, beats, reading.work)
+        for node, state in states.items():
+            if self._seen.get(node) != state.published:  # else it is no new reading
+                self._seen[node] = state.published
+                step = max((rank.step for rank in state.ranks), default=0)
+                beats = sum(rank.sequence for rank in state.ranks)
+                self._watch.add(node, state.telemetry, step, now_s, beats, works[node])
         found = self._watch.findings()
         for text in found:
             if text not in self._present:
