@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from control_fakes import Clock, FakeAgent, FakeScheduler, make_run, make_spec
@@ -18,11 +19,11 @@ from rlhf_core.scheduler.base import JobState, JobStatus
 from rlhf_core.schemas.attempts import AttemptState, Role
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.changes import with_changes
-from rlhf_core.schemas.failures import Action, FailureKind
+from rlhf_core.schemas.failures import Action, Decision, FailureKind
 from rlhf_core.schemas.reports import AttemptOutcome
 from rlhf_core.schemas.resources import Placement, Submission
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.watchdog.attempt_failure import explain
+from rlhf_core.watchdog.attempt_failure import AttemptFailure, explain
 from rlhf_core.watchdog.evidence import read_earlier_attempts, scheduler_log
 from rlhf_core.watchdog.watcher import (
     COMPLETING_TIMEOUT_S,
@@ -253,6 +254,19 @@ def ended(run_dir: RunDir, attempt: int = 1) -> AttemptSnapshot:
     return one.poll()
 
 
+def explained(run_dir: RunDir, spec: RunSpec | None = None, **options: Any) -> AttemptFailure:
+    """Explanation of an attempt whose job has ended."""
+    return explain(run_dir, ended(run_dir), spec or make_spec(), first_attempt=1, **options)
+
+
+def out_of_memory(run_dir: RunDir, spec: RunSpec, **about: Any) -> Decision:
+    """Decision after a rank ran out of memory."""
+    agent = FakeAgent(run_dir)
+    agent.begin()
+    agent.fail(FailureKind.CUDA_OOM, message="rank 1 ran out of memory", **about)
+    return explained(run_dir, spec).decision
+
+
 def test_a_failure_is_explained_by_the_agents_incident(run_dir: RunDir) -> None:
     agent = FakeAgent(run_dir)
     agent.begin()
@@ -276,12 +290,12 @@ def test_an_unknown_failure_that_the_agents_saw_recur_is_not_retried(
     agent.incident(FailureKind.UNKNOWN, fingerprint="abc")
     write_model(run_dir.attempt(1).restart(0).decision(0), decision_of(decided))
     agent.end(AttemptState.FAILED, FailureKind.UNKNOWN, "it crashed")
-    assert explain(run_dir, ended(run_dir), make_spec(), first_attempt=1).decision.action is follows
+    assert explained(run_dir).decision.action is follows
 
 
 def test_a_killed_agent_is_found_by_the_controller(run_dir: RunDir) -> None:
     FakeAgent(run_dir).begin()
-    failure = explain(run_dir, ended(run_dir), make_spec(), first_attempt=1)
+    failure = explained(run_dir)
     assert failure.found_here
     assert failure.kind is FailureKind.AGENT_KILLED
     assert failure.incident is not None
@@ -290,7 +304,7 @@ def test_a_killed_agent_is_found_by_the_controller(run_dir: RunDir) -> None:
 
 def test_an_agent_that_never_started_is_explained_by_its_output(run_dir: RunDir) -> None:
     write_job_log(run_dir, "Traceback ...\nModuleNotFoundError: No module named 'torch'\n")
-    failure = explain(run_dir, ended(run_dir), make_spec(), first_attempt=1)
+    failure = explained(run_dir)
     assert failure.kind is FailureKind.IMPORT_ERROR
     assert failure.decision.action is Action.STOP
     assert "No module named 'torch'" in failure.message
@@ -300,25 +314,9 @@ def test_output_of_an_agent_before_it_was_killed_does_not_count(run_dir: RunDir)
     """It may be about a failure from which the agent had recovered; a wrong stop is worse than a retry."""
     FakeAgent(run_dir).begin()
     write_job_log(run_dir, "ModuleNotFoundError: No module named 'torch'\n")
-    failure = explain(run_dir, ended(run_dir), make_spec(), first_attempt=1)
+    failure = explained(run_dir)
     assert failure.kind is FailureKind.AGENT_KILLED
     assert failure.decision.action is Action.NEW_ATTEMPT
-
-
-def test_out_of_memory_is_retried_with_less_memory_while_possible(run_dir: RunDir) -> None:
-    agent = FakeAgent(run_dir)
-    agent.begin()
-    agent.fail(FailureKind.CUDA_OOM, message="rank 1 ran out of memory")
-    snapshot = ended(run_dir)
-    decision = explain(run_dir, snapshot, make_spec(train={"micro_batch_size": 4}), first_attempt=1).decision
-    assert decision.action is Action.NEW_ATTEMPT
-    assert decision.config_diff == {"trainer.micro_batch_size": 2}
-    assert "trainer.micro_batch_size = 2; the global batch is unchanged" in decision.reason
-    smallest = {"micro_batch_size": 1, "gradient_checkpointing": True}
-    nothing_left = make_spec(train=smallest, trainer={"zero_stage": 3}, rollout={"batch_size": 1})
-    assert explain(run_dir, snapshot, nothing_left, first_attempt=1).decision.action is Action.STOP
-    off = make_spec(supervise={"oom_remediation": False})
-    assert explain(run_dir, snapshot, off, first_attempt=1).decision.action is Action.STOP
 
 
 SMALLEST = make_spec(
@@ -343,12 +341,9 @@ def test_out_of_memory_ranks_share_sequences_if_the_model_can_be_shared(
     run_dir: RunDir, tmp_path: Path, config: dict[str, JsonValue], change: dict[str, JsonValue], might_share: bool
 ) -> None:
     """With an unknown number of heads, nothing is changed, and the decision advises the user to try."""
-    agent = FakeAgent(run_dir)
-    agent.begin()
-    agent.fail(FailureKind.CUDA_OOM, message="rank 1 ran out of memory", phase="train")
     (tmp_path / "config.json").write_text(json.dumps(config))
     spec = with_changes(SMALLEST, {"model.path": str(tmp_path), "model.config": {}, "model.tokenizer": ""})
-    decision = explain(run_dir, ended(run_dir), spec, first_attempt=1).decision
+    decision = out_of_memory(run_dir, spec, phase="train")
     assert decision.config_diff == change
     assert (decision.action is Action.NEW_ATTEMPT) == bool(change)
     assert ("trainer.sequence_parallel" in decision.reason) == might_share
@@ -370,10 +365,7 @@ def test_out_of_memory_ranks_share_sequences_if_the_model_can_be_shared(
 def test_a_run_that_ends_out_of_memory_says_what_can_be_done(
     run_dir: RunDir, spec: RunSpec, role: Role, phase: str, advice: str
 ) -> None:
-    agent = FakeAgent(run_dir)
-    agent.begin()
-    agent.fail(FailureKind.CUDA_OOM, message="rank 1 ran out of memory", role=role, phase=phase)
-    decision = explain(run_dir, ended(run_dir), spec, first_attempt=1).decision
+    decision = out_of_memory(run_dir, spec, role=role, phase=phase)
     assert decision.action is Action.STOP
     assert advice in decision.reason
 
@@ -381,30 +373,28 @@ def test_a_run_that_ends_out_of_memory_says_what_can_be_done(
 @pytest.mark.parametrize(
     ("role", "diff"),
     [
+        (None, {"trainer.micro_batch_size": 2}),
         (Role.TRAINER, {"trainer.micro_batch_size": 2}),
         (Role.ROLLOUT, {"rollout.batch_size": 8}),
         (Role.EVALUATOR, {"rollout.batch_size": 8, "trainer.micro_batch_size": 2}),
     ],
 )
-def test_out_of_memory_is_remedied_where_it_happened(run_dir: RunDir, role: Role, diff: dict[str, int]) -> None:
+def test_out_of_memory_is_remedied_where_it_happened(run_dir: RunDir, role: Role | None, diff: dict[str, int]) -> None:
     """An engine computes no micro-batches: with smaller ones it would fail again, and training would be slower."""
-    agent = FakeAgent(run_dir)
-    agent.begin()
-    agent.fail(FailureKind.CUDA_OOM, message="rank 1 ran out of memory", role=role)
     spec = make_spec(train={"micro_batch_size": 4}, rollout={"batch_size": 16})
-    assert explain(run_dir, ended(run_dir), spec, first_attempt=1).decision.config_diff == diff
+    decision = out_of_memory(run_dir, spec, role=role)
+    assert decision.config_diff == diff
+    changes = ", ".join(f"{name} = {value}" for name, value in diff.items())
+    assert f"continuing with {changes}; the global batch is unchanged" in decision.reason
     smallest = make_spec(train={"micro_batch_size": 1, "gradient_checkpointing": True}, rollout={"batch_size": 1})
-    decision = explain(run_dir, ended(run_dir), smallest, first_attempt=1).decision
-    assert (decision.action is Action.STOP) == (role is not Role.TRAINER)
+    decision = out_of_memory(run_dir, smallest, role=role)
+    assert (decision.action is Action.STOP) == (role not in (None, Role.TRAINER))
 
 
 @pytest.mark.parametrize("phase", ["train", "setup"])
 def test_out_of_memory_before_the_first_step_is_not_remedied_by_what_a_step_takes(run_dir: RunDir, phase: str) -> None:
     """Smaller batches would cost an allocation each, and every attempt would fail at the same place."""
-    agent = FakeAgent(run_dir)
-    agent.begin()
-    agent.fail(FailureKind.CUDA_OOM, message="rank 1 ran out of memory", role=Role.TRAINER, phase=phase)
-    decision = explain(run_dir, ended(run_dir), make_spec(trainer={"zero_stage": 3}), first_attempt=1).decision
+    decision = out_of_memory(run_dir, make_spec(trainer={"zero_stage": 3}), role=Role.TRAINER, phase=phase)
     assert decision.action is (Action.STOP if phase == "setup" else Action.NEW_ATTEMPT)
     assert ("use more or larger GPUs" in decision.reason) is (phase == "setup")
 
