@@ -2,8 +2,6 @@
 
 import contextlib
 import math
-import queue
-import threading
 from collections.abc import Callable, Mapping
 
 from rlhf_core.condition_log import ConditionLog
@@ -23,13 +21,9 @@ FINE_FOR_S = 3600.0
 UNCHANGING = ("cpu_cores", "_total_gb", "_limit_w", "_slowdown_c")
 """Name suffixes of metrics that do not change; they are in ``agents/<node>.json``."""
 
-_MOST_WAITING = 100
-"""Maximum number of lines queued while the file system is hung; more are dropped."""
-
 
 class TelemetrySeries:
-    """Averages readings and appends the means. Used only by the supervising thread, which never blocks on it: a
-    separate thread writes."""
+    """Averages readings and appends the means. Nothing depends on it: a line that cannot be written is lost."""
 
     def __init__(self, node: str, log: Callable[[str], None]) -> None:
         self._node = node
@@ -38,9 +32,8 @@ class TelemetrySeries:
         self._entered_at_s = 0.0
         self._began_at_s = 0.0
         self._sums: dict[str, tuple[float, int]] = {}
-        self._lines: queue.Queue[tuple[RestartDir, TelemetryLine] | None] = queue.Queue(_MOST_WAITING)
-        self._thread = threading.Thread(target=self._run, name="telemetry-series", daemon=True)
-        self._thread.start()
+        self._writer: LineWriter | None = None
+        self._problems = ConditionLog(log)
 
     def add(self, place: RestartDir, figures: Mapping[str, float], now_s: float) -> None:
         """Add a reading.
@@ -51,7 +44,7 @@ class TelemetrySeries:
             now_s: This agent's monotonic clock, in seconds.
         """
         if place != self._place:
-            self._end_period(now_s)
+            self.stop(now_s)
             self._place, self._entered_at_s, self._began_at_s = place, now_s, now_s
         for name, value in figures.items():
             if math.isfinite(value) and not name.endswith(UNCHANGING):
@@ -61,39 +54,30 @@ class TelemetrySeries:
             self._end_period(now_s)
 
     def stop(self, now_s: float) -> None:
-        """Write what is pending and stop the thread; a stuck thread does not keep the process alive."""
+        """Write what is pending and close the file."""
         self._end_period(now_s)
-        with contextlib.suppress(queue.Full):
-            self._lines.put_nowait(None)
-        self._thread.join(timeout=1.0)
+        self._close()
 
     def _end_period(self, now_s: float) -> None:
         if self._place is not None and self._sums:
             means = {name: _short(total / count) for name, (total, count) in self._sums.items()}
             line = TelemetryLine(time=utc_now(), seconds=round(now_s - self._began_at_s, 3), figures=means)
-            with contextlib.suppress(queue.Full):
-                self._lines.put_nowait((self._place, line))
+            try:
+                if self._writer is None:
+                    self._writer = LineWriter(self._place.telemetry(self._node), self._log)
+                self._writer.write(line)
+                self._problems.end()
+            except OSError as error:
+                self._close()  # reopened for the next line, which terminates a torn one
+                self._problems.log_change(f"failed to write telemetry: {error}")
         self._sums = {}
         self._began_at_s = now_s
 
-    def _run(self) -> None:
-        place: RestartDir | None = None
-        writer: LineWriter | None = None
-        problems = ConditionLog(self._log)
-        while (item := self._lines.get()) is not None:
-            try:
-                if writer is None or item[0] != place:
-                    _close(writer)
-                    place, writer = item[0], None
-                    writer = LineWriter(place.telemetry(self._node), self._log)
-                writer.write(item[1])
-                problems.end()
-            except OSError as error:
-                # Nothing depends on it. The file is reopened for the next line, which terminates a torn one.
-                _close(writer)
-                writer = None
-                problems.log_change(f"failed to write telemetry: {error}")
-        _close(writer)
+    def _close(self) -> None:
+        if self._writer is not None:
+            with contextlib.suppress(OSError):
+                self._writer.close()
+            self._writer = None
 
 
 def _period_s(age_s: float) -> float:
@@ -104,9 +88,3 @@ def _period_s(age_s: float) -> float:
 def _short(value: float) -> float:
     """Round to four significant digits, more than such a mean is accurate to."""
     return float(f"{value:.4g}")
-
-
-def _close(writer: LineWriter | None) -> None:
-    if writer is not None:
-        with contextlib.suppress(OSError):
-            writer.close()
