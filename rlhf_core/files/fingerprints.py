@@ -48,8 +48,8 @@ def fingerprint_or_problem(path: Path, max_files: int | None = None) -> str:
 
 
 def _add_folder(digest: "hashlib._Hash | hashlib.blake2b", path: Path, max_files: int | None) -> None:
-    inside = (file for file in _below(path, max_files is not None) if file.is_file() and file.suffix != ".pyc")
-    files = list(inside) if max_files is None else list(itertools.islice(inside, max_files + 1))
+    inside = (file for file in _below(path) if file.is_file() and file.suffix != ".pyc")
+    files = list(itertools.islice(inside, None if max_files is None else max_files + 1))
     whole = max_files is None or len(files) <= max_files
     for file in sorted(files):
         digest.update(os.fsencode(file.relative_to(path)))
@@ -59,11 +59,8 @@ def _add_folder(digest: "hashlib._Hash | hashlib.blake2b", path: Path, max_files
             digest.update(file.stat().st_size.to_bytes(8, "little"))
 
 
-def _below(path: Path, in_order: bool) -> Iterator[Path]:
-    """Everything below a folder; if only the first part of it counts, in the same order on all nodes."""
-    if not in_order:
-        yield from path.rglob("*")
-        return
+def _below(path: Path) -> Iterator[Path]:
+    """Everything below a folder but folders, in the same order on all nodes: only the first part of it may count."""
     for folder, folders, files in os.walk(path):
         folders.sort()
         yield from (Path(folder, name) for name in sorted(files))
