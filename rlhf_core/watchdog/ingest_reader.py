@@ -49,8 +49,8 @@ BLOCK_BYTES = 2 << 20
 BATCH_BYTES = 4 << 20
 """Approximate bytes per transaction: limits memory use and the time that other writers wait."""
 
-_NAMED_LINES = 20
-"""Maximum number of skipped lines per file and batch to report individually: there may be millions."""
+_MAX_PROBLEMS = 20
+"""Problems of a line above which only their number is reported: to name the first, pydantic lists them all."""
 
 _TAIL = "#tail"
 _HEAD = "#head"
@@ -241,7 +241,7 @@ class IngestReader:
     def _parsed(
         self, name: str, lines: Sequence[FileLine], schema: type[Model], beyond: int
     ) -> Iterator[tuple[int, Model]]:
-        skipped: list[SkippedLine] = []
+        first: SkippedLine | None = None
         num_skipped = 0
         for begin, text in lines:
             try:
@@ -250,23 +250,20 @@ class IngestReader:
                 parsed = schema.model_validate_json(text)
             except ValueError as error:
                 num_skipped += 1
-                if len(skipped) < _NAMED_LINES:
-                    skipped.append(SkippedLine(name, begin, _reason(error)))
+                first = first or SkippedLine(name, begin, _reason(error))
             else:
                 yield begin + beyond, parsed
-        if skipped:
-            first = skipped[0]
+        if first is not None:
             lines_text = "a line was" if num_skipped == 1 else f"{num_skipped} lines were"
             message = f"{lines_text} left out, the first at byte {first.position}: {first.why}"
-            self._set_aside(skipped, num_skipped, beyond, message)
+            self._set_aside(first, num_skipped, beyond, message)
 
-    def _set_aside(self, skipped: Sequence[SkippedLine], num_skipped: int, beyond: int, message: str) -> None:
+    def _set_aside(self, first: SkippedLine, num_skipped: int, beyond: int, message: str) -> None:
         """Count skipped lines, and record them as one event per file and batch, as there may be millions."""
-        self.report.skipped += skipped
+        self.report.skipped.append(first)
         self.report.num_skipped += num_skipped
-        path, position = skipped[0].path, skipped[0].position + beyond
-        named = storable_text(f"{path}: {message}", MESSAGE_CHARACTERS)
-        self._batch.set_aside.append(SetAside(path, position, utc_now(), named))
+        named = storable_text(f"{first.path}: {message}", MESSAGE_CHARACTERS)
+        self._batch.set_aside.append(SetAside(first.path, first.position + beyond, utc_now(), named))
 
     def _document(self, path: Path, schema: type[Model], found: list[Model], attempt: int | None = None) -> None:
         """Read a whole file if it changed since the last read.
@@ -282,7 +279,7 @@ class IngestReader:
         content = read_model(path, schema)
         if content is None or attempt not in (None, getattr(content, "attempt", None)):
             problem = f"it is no {schema.__name__}" if content is None else f"it is not about attempt {attempt}"
-            self._set_aside([SkippedLine(name, 0, problem)], 1, 0, f"it was skipped: {problem}")
+            self._set_aside(SkippedLine(name, 0, problem), 1, 0, f"it was skipped: {problem}")
             return
         found.append(content)
         self._bytes += path.stat().st_size
@@ -311,7 +308,7 @@ def _reason(error: ValueError) -> str:
     """Reason why a line does not match its schema, without quoting its content."""
     if not isinstance(error, ValidationError):
         return str(error)
-    if error.error_count() > _NAMED_LINES:
+    if error.error_count() > _MAX_PROBLEMS:
         return f"{error.error_count()} problems"
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     where = ".".join(str(part) for part in first["loc"])
