@@ -145,8 +145,7 @@ def _leave(outcome: WorkerOutcome, path: Path, local_rank: int) -> None:
         write_model(path, outcome)
     except OSError as error:
         _write_error(f"{path} could not be written: {error}\n")
-        slots = os.environ.get(SLOTS_VARIABLE)
-        if slots:
+        if slots := os.environ.get(SLOTS_VARIABLE):
             with contextlib.suppress(OSError):
                 write_model(spare_outcome(Path(slots), local_rank), outcome)
 

@@ -92,14 +92,12 @@ class JobRecord:
 
         The program has exited by itself.
         """
-        self.publish_last()
-        self._await_publisher(beat)
-        for _ in range(LAST_RETRIES):
+        for _ in range(1 + LAST_RETRIES):
+            self.publish_last()
+            self._await_publisher(beat)
             if not self._publisher.has_unpublished:
                 break
             time.sleep(POLL_INTERVAL_S)
-            self.publish_last()
-            self._await_publisher(beat)
         self._require_model()
         for pattern in self._trainer.artifacts:
             for path in sorted(self._output_dir.glob(pattern)):

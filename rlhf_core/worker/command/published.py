@@ -222,9 +222,19 @@ class CheckpointPublisher:
 
     def _publish_next(self) -> None:
         with self._lock:
-            found = self._waiting.pop() if self._waiting else None
-        if found is not None:
-            self._publish_guarded(found)
+            if not self._waiting:
+                return
+            found = self._waiting.pop()
+        try:
+            publish(self._context, self._trainer, self._output_dir, found)
+        except (OSError, WorkerError) as error:
+            self.problem, self._failure = f"failed to publish checkpoint {found.path}: {error}", error
+            if isinstance(error, OSError):  # a file system may fail for a moment only
+                self._begun.pop(found.path, None)
+            return
+        self._published.add(found.step)
+        self.newest_step = max(self.newest_step, found.step)
+        self.problem, self._failure = "", None
 
     def _is_new(self, found: FoundCheckpoint) -> bool:
         """Note the content of a checkpoint; True unless it was published with this content.
@@ -237,18 +247,6 @@ class CheckpointPublisher:
             return False
         self._begun[found.path] = found.content
         return True
-
-    def _publish_guarded(self, found: FoundCheckpoint) -> None:
-        try:
-            publish(self._context, self._trainer, self._output_dir, found)
-        except (OSError, WorkerError) as error:
-            self.problem, self._failure = f"failed to publish checkpoint {found.path}: {error}", error
-            if isinstance(error, OSError):  # a file system may fail for a moment only
-                self._begun.pop(found.path, None)
-            return
-        self._published.add(found.step)
-        self.newest_step = max(self.newest_step, found.step)
-        self.problem, self._failure = "", None
 
 
 def publish(context: WorkerContext, trainer: CommandTrainer, output_dir: Path, found: FoundCheckpoint) -> None:
