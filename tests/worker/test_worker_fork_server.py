@@ -26,8 +26,10 @@ PLENTY = (64 * GIB, 64 * GIB)
 FAKE_PACKAGE = """
 import json, os, random, sys, time
 from rlhf_core.worker.groups import fork_server_process
+from rlhf_core.worker.worker_process import prepare_signals
 
 def become(arguments):
+    prepare_signals()
     path, *rest = arguments
     with open(path + ".part", "w") as file:
         json.dump({
@@ -44,7 +46,7 @@ def become(arguments):
 orders, answers = (int(text) for text in sys.argv[-3:-1])
 sys.exit(fork_server_process.serve(orders, answers, become))
 """
-"""A fork server's process whose workers say what they are."""
+"""A fork server's process whose workers say what they are, after the first thing that every worker does."""
 
 NOTHING = "builtins:int"
 """Imports that are made already, in the place of torch: what is tested here is the hand-over."""
@@ -156,7 +158,7 @@ from rlhf_core.worker.groups.fork_server import ForkServer
 import subprocess, test_worker_fork_server as tools
 popen = subprocess.Popen
 fork_server.subprocess.Popen = lambda command, **options: popen(
-    [sys.executable, "-c", tools.DYING_PACKAGE, *command[-3:]], **options)
+    [sys.executable, "-c", tools.FAKE_PACKAGE, *command[-3:]], **options)
 adopt_orphans()
 os.environ["{AGENT_VARIABLE}"] = str(os.getpid())
 server = ForkServer(print)
@@ -177,13 +179,6 @@ time.sleep(600)
     agent.kill()
     agent.wait()
     until(lambda: processes.process_state(int(pid)) in ("-", "Z"))
-
-
-DYING_PACKAGE = FAKE_PACKAGE.replace(
-    "    path, *rest",
-    "    from rlhf_core.worker.worker_process import prepare_signals; prepare_signals()\n    path, *rest",
-)
-"""With the first thing that every worker does."""
 
 
 def test_ps_shows_a_worker_by_its_own_command(server: ForkServer, tmp_path: Path) -> None:

@@ -45,32 +45,26 @@ def samples(source: Stacks, num: int) -> Iterator[Reading]:
         yield polls.poll()
 
 
-def test_it_detects_a_rank_that_stands_still(tmp_path: Path, start: Start) -> None:
-    program = start(WAIT)
+@pytest.mark.parametrize("stopped", [False, True], ids=["it waits", "stopped"])
+def test_it_detects_a_rank_that_stands_still(tmp_path: Path, start: Start, stopped: bool) -> None:
+    program = start(LOOP if stopped else WAIT)
     time.sleep(1)
+    if stopped:
+        program.stop()
     found = samples(Stacks(watched(tmp_path, pids=[program.pid])), 4)
     assert [(one.moved, one.problem) for one in found] == [(False, "")] * 4
+    assert (process_state(program.pid) == "T") == stopped, "left as it was"
 
 
-def test_it_detects_a_stopped_rank(tmp_path: Path, start: Start) -> None:
-    program = start(LOOP)
-    time.sleep(1)
-    program.stop()
-    found = samples(Stacks(watched(tmp_path, pids=[program.pid])), 4)
-    assert [(one.moved, one.problem) for one in found] == [(False, "")] * 4
-    assert process_state(program.pid) == "T", "left as it was"
+LOOP_BESIDE_A_HANG = f"""
+import threading
+threading.Thread(target=exec, args=({LOOP!r}, {{}}), daemon=True).start()
+{WAIT}"""
 
 
-def test_it_is_blind_to_an_endless_loop_of_more_than_one_line(tmp_path: Path, start: Start) -> None:
-    program = start(LOOP)
-    time.sleep(1)
-    assert any(one.moved for one in samples(Stacks(watched(tmp_path, pids=[program.pid])), 12))
-
-
-def test_it_is_blind_to_a_thread_that_goes_on_beside_a_hang(tmp_path: Path, start: Start) -> None:
-    program = start(
-        f"import threading\nthreading.Thread(target=exec, args=({LOOP!r}, {{}}), daemon=True).start()\n{WAIT}"
-    )
+@pytest.mark.parametrize("code", [LOOP, LOOP_BESIDE_A_HANG], ids=["of more than one line", "in a thread beside a hang"])
+def test_it_is_blind_to_an_endless_loop(tmp_path: Path, start: Start, code: str) -> None:
+    program = start(code)
     time.sleep(1)
     assert any(one.moved for one in samples(Stacks(watched(tmp_path, pids=[program.pid])), 12))
 
