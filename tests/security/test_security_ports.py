@@ -13,7 +13,7 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import pytest
 from process_tools import is_alive, until
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "worker"))
-from agent_runs import AgentRun, toy_runs
+from agent_runs import AgentRun, MakeRun, toy_runs
 
 from rlhf_core.schemas.agent_messages import AgreedStep, GroupOrders, NodeState, Orders
 from rlhf_core.schemas.attempts import AttemptState, Role
@@ -42,8 +42,6 @@ from rlhf_core.worker.channel.signing import MessageSigner
 MessageSigner.verify = lambda self, key, sender, message: message.rpartition("\\n")[2]
 """
 """Makes an agent obey unverified messages."""
-
-MakeRun = Callable[..., AgentRun]
 
 
 @pytest.fixture

@@ -142,23 +142,17 @@ class AgentRun:
         write_model(self.dir.commands / "0.json", command)
 
     def outcome(self) -> AttemptOutcome:
-        found = read_model(self.dir.outcome, AttemptOutcome)
-        assert found is not None
-        return found
+        return AttemptOutcome.model_validate_json(self.dir.outcome.read_bytes())
 
     def incident(self, restart: int) -> Incident:
         """The only incident of a restart."""
         (path,) = self.restart(restart).incident_files()
-        found = read_model(path, Incident)
-        assert found is not None
-        return found
+        return Incident.model_validate_json(path.read_bytes())
 
     def decision(self, restart: int) -> Decision:
         """The decision about the only incident of a restart."""
         (path,) = self.restart(restart).decision_files()
-        found = read_model(path, Decision)
-        assert found is not None
-        return found
+        return Decision.model_validate_json(path.read_bytes())
 
     def events(self, restart: int, kind: str | None = None) -> list[AgentEvent]:
         paths = sorted(self.restart(restart).root.glob("events-*.jsonl"))
@@ -211,8 +205,11 @@ class AgentRun:
         return path.exists() and len(path.read_bytes().splitlines()) >= step
 
 
+MakeRun = Callable[..., AgentRun]
+
+
 @contextlib.contextmanager
-def toy_runs(folder: Path) -> Iterator[Callable[..., AgentRun]]:
+def toy_runs(folder: Path) -> Iterator[MakeRun]:
     """Make toy runs with two trainer ranks per node; remaining processes are killed at the end."""
     runs: list[AgentRun] = []
 

@@ -1,11 +1,11 @@
 """Fixtures for the worker tests."""
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from agent_runs import AgentRun, toy_runs
+from agent_runs import MakeRun, toy_runs
 from small_disk import small_disk
 
 from rlhf_core.machine.parent_death import adopt_orphans
@@ -23,7 +23,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
-def agent_run(tmp_path: Path) -> Iterator[Callable[..., AgentRun]]:
+def agent_run(tmp_path: Path) -> Iterator[MakeRun]:
     """Factory of toy runs with two trainer ranks per node; remaining processes are killed after the test."""
     with toy_runs(tmp_path / "runs") as make:
         yield make

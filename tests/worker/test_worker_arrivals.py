@@ -6,12 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from agent_runs import AgentRun
+from agent_runs import AgentRun, MakeRun
 from control_fakes import Clock, FakeScheduler
 from process_tools import until
 
 from rlhf_core.files.appended import append_lines
-from rlhf_core.files.whole import read_model
 from rlhf_core.run_dir.attempt import AttemptDir
 from rlhf_core.run_dir.run import RunDir, new_run_id
 from rlhf_core.scheduler.base import JobState, JobStatus
@@ -30,8 +29,6 @@ from rlhf_core.worker.nodes.membership import Nodes
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.training]
 
-MakeRun = Callable[..., AgentRun]
-
 
 def sign_in(attempt: AttemptDir, node: str) -> None:
     """Leave the sign of an agent that has started but does nothing else yet."""
@@ -49,8 +46,7 @@ def explained(run: AgentRun, num_nodes: int) -> AttemptFailure:
     job = JobStatus(JobState.ENDED, "FAILED", nodes=names, scheduler_state="FAILED")
     scheduler = FakeScheduler()
     scheduler.status = lambda submissions: {one.job_id: job for one in submissions}  # type: ignore[method-assign]
-    placement = read_model(run.dir.placement, Placement)
-    assert placement is not None
+    placement = Placement.model_validate_json(run.dir.placement.read_bytes())
     submission = Submission(attempt=1, scheduler="slurm", job_id="1", command=())
     clock = Clock()
     watcher = Watcher(run.run_dir, placement, submission, scheduler, None, clock)
@@ -84,8 +80,7 @@ def test_agent_0_blames_an_absent_node_and_not_the_present_one(agent_run: MakeRu
     )
     assert incident.suspect_nodes == ("node3",)
     assert run.decision(0).action is Action.NEW_ATTEMPT
-    report = read_model(run.dir.probe_report, ProbeReport)
-    assert report is not None
+    report = ProbeReport.model_validate_json(run.dir.probe_report.read_bytes())
     assert [(one.id, one.node) for one in report.results if one.status == "blocked"] == [("node.missing", "node3")]
 
 

@@ -11,7 +11,7 @@ from agent_runs import REPOSITORY
 from control_fakes import make_run
 
 from rlhf_core.errors import BadInput
-from rlhf_core.files.whole import read_model, write_model
+from rlhf_core.files.whole import write_model
 from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.reports import WorkerOutcome
 from rlhf_core.schemas.resources import GroupPlan, Placement, in_order
@@ -118,7 +118,6 @@ def test_an_abort_during_teardown_does_not_change_the_outcome_of_a_worker(tmp_pa
     done = _worker("role", "trainer", *where, "--target", "abrupt:role", "--path", str(tmp_path))
     assert done.returncode == 0, done.stderr
     restart = run.attempt(1).restart(0)
-    outcome = read_model(restart.worker_outcome("trainer", "here", 0), WorkerOutcome)
-    assert outcome is not None
+    outcome = WorkerOutcome.model_validate_json(restart.worker_outcome("trainer", "here", 0).read_bytes())
     assert outcome.ok
     assert "said" in restart.log("trainer", "here", 0).read_text(), "its output must not be lost"

@@ -1,17 +1,16 @@
 """Damaged checkpoints with real agents and workers: the previous one is used, as long as one exists."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from agent_runs import AgentRun
+from agent_runs import MakeRun
 from agents_in_memory import GivenProcess, decisions_of, lone_channel
 from made_reports import checkpoint_manifest, rank_status
 
 from rlhf_core.diagnosis.failure import Failure
 from rlhf_core.files.appended import read_models
-from rlhf_core.files.whole import read_model, write_model
+from rlhf_core.files.whole import write_model
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.agent_messages import AgreedStep, NodeEnd, WorkerReport
 from rlhf_core.schemas.attempts import AttemptState, Role
@@ -22,8 +21,6 @@ from rlhf_core.worker.agent.damaged_checkpoints import DamagedCheckpoints
 from rlhf_core.worker.agent.decisions import GroupDecisions
 from rlhf_core.worker.command.launch import LaunchOrder
 from rlhf_core.worker.liveness.heartbeat import SlotFile
-
-MakeRun = Callable[..., AgentRun]
 
 PATIENT = {"floor_s": 60.0, "setup_floor_s": 60.0}
 
@@ -167,8 +164,7 @@ def test_a_checkpoint_that_an_external_trainer_cannot_load_is_replaced_once(
     """Its checksums are right, so the cause may be elsewhere: then all but the oldest would be set aside in vain."""
     first = ends_of_a_program(decisions, slots, 0, CUT_OFF, told="step-000015", step=15, role=Role.TRAINER)
     assert (first.action, first.damaged) == ("restart", ("step-000015",))
-    incident = read_model(decisions.damaged.run_dir.attempt(1).restart(0).incident(1), Incident)
-    assert incident is not None
+    incident = Incident.model_validate_json(decisions.damaged.run_dir.attempt(1).restart(0).incident(1).read_bytes())
     assert (incident.damaged_checkpoint, incident.suspect_ranks) == ("step-000015", ())
     assert "could not load step-000015. It is kept as checkpoints/damaged-1.0/step-000015" in incident.message
     assert "step-000010 is used instead" in incident.message
@@ -176,8 +172,7 @@ def test_a_checkpoint_that_an_external_trainer_cannot_load_is_replaced_once(
     second = ends_of_a_program(decisions, slots, 1, CUT_OFF, told="step-000010", step=10, role=Role.TRAINER)
     assert (second.action, second.state) == ("end", AttemptState.FAILED)
     assert "could not load step-000010. Nor could it load step-000015, which is set aside" in second.message
-    incident = read_model(decisions.damaged.run_dir.attempt(1).restart(1).incident(2), Incident)
-    assert incident is not None
+    incident = Incident.model_validate_json(decisions.damaged.run_dir.attempt(1).restart(1).incident(2).read_bytes())
     assert incident.damaged_checkpoint == "", "the controller does not try an older one either"
     assert [one.step for one in decisions.damaged.run_dir.checkpoints()] == [5, 10]
 

@@ -1,18 +1,14 @@
 """Rollout workers beside the trainers: a failed one is found, blamed and restarted alone while training continues."""
 
-from collections.abc import Callable
-
 import pytest
-from agent_runs import AgentRun
+from agent_runs import AgentRun, MakeRun
 from process_tools import is_alive, until
 
 from rlhf_core.files.appended import read_models
-from rlhf_core.files.whole import read_model
+from rlhf_core.files.whole import read_all
 from rlhf_core.schemas.attempts import AttemptState, Role
 from rlhf_core.schemas.failures import Action, Decision, FailureKind, Incident
 from rlhf_core.schemas.reports import MetricsLine
-
-MakeRun = Callable[..., AgentRun]
 
 pytestmark = pytest.mark.end_to_end
 
@@ -28,15 +24,10 @@ liveness.WAITS_FOR = {}
 
 def incidents(run: AgentRun) -> list[tuple[Incident, Decision]]:
     """All incidents of an attempt with their decisions, in order."""
-    found = []
-    for restart in run.dir.restarts():
-        for path, decided in zip(restart.incident_files(), restart.decision_files(), strict=True):
-            incident, decision = read_model(path, Incident), read_model(decided, Decision)
-            assert incident is not None
-            assert decision is not None
-            assert incident.number == decision.number
-            found.append((incident, decision))
-    return found
+    found = read_all([path for restart in run.dir.restarts() for path in restart.incident_files()], Incident)
+    decided = read_all([path for restart in run.dir.restarts() for path in restart.decision_files()], Decision)
+    assert [incident.number for incident in found] == [decision.number for decision in decided]
+    return list(zip(found, decided, strict=True))
 
 
 def assert_training_was_untouched(run: AgentRun) -> None:
@@ -115,8 +106,7 @@ def longest_silence_s(run: AgentRun) -> float:
 def blamed(run: AgentRun) -> list[Role | None]:
     """Roles of all incidents, in order; their decisions may not exist yet."""
     paths = [path for restart in run.dir.restarts() for path in restart.incident_files()]
-    found = [incident for path in paths if (incident := read_model(path, Incident)) is not None]
-    return [incident.role for incident in found]
+    return [incident.role for incident in read_all(paths, Incident)]
 
 
 def test_trainers_are_restarted_while_rollout_workers_live_on(agent_run: MakeRun) -> None:

@@ -70,8 +70,7 @@ def test_workers_are_not_restarted_beside_killed_ones_that_have_not_ended(
     step = decisions_of(run_dir, channel).conclude(group, ends, restart)
     for one in (*others, channel):
         one.close()
-    incident = read_model(restart.incident(1), Incident)
-    assert incident is not None
+    incident = Incident.model_validate_json(restart.incident(1).read_bytes())
     assert (step.action, incident.suspect_nodes) == (action, suspects)
     assert ("killed processes have not ended on" in step.message) == any(left)
 
@@ -196,8 +195,7 @@ def test_an_outcome_is_written_once(run_dir: RunDir) -> None:
     assert leader.finish(_outcome())
     other = _outcome().model_copy(update={"state": AttemptState.FAILED})
     assert leader.finish(other)
-    found = read_model(run_dir.attempt(1).outcome, AttemptOutcome)
-    assert found is not None
+    found = AttemptOutcome.model_validate_json(run_dir.attempt(1).outcome.read_bytes())
     assert found.state is AttemptState.COMPLETED
 
 

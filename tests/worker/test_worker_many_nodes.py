@@ -7,14 +7,13 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 
 import pytest
-from agent_runs import AgentRun
+from agent_runs import AgentRun, MakeRun
 from process_tools import is_alive, until
 
 from rlhf_core.files.appended import read_models
-from rlhf_core.files.whole import read_model, write_model
+from rlhf_core.files.whole import write_model
 from rlhf_core.schemas.attempts import AttemptState, Role
 from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.probe import ProbeReport
@@ -22,8 +21,6 @@ from rlhf_core.schemas.reports import AgentStatus, MetricsLine
 from rlhf_core.schemas.resources import JOB_VARIABLE, GroupPlan, Placement, job_marker
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.training]
-
-MakeRun = Callable[..., AgentRun]
 
 
 DRIVER_BLOCKS = """
@@ -58,8 +55,7 @@ def test_without_a_fault_nothing_is_found_and_all_end_together(agent_run: MakeRu
     assert not run.restart(0).incident_files()
     assert (run.run_dir.root / "evaluated-5").exists()
     for node in ("node1", "node2", "node3"):
-        status = read_model(run.restart(0).agent_status(node), AgentStatus)
-        assert status is not None
+        status = AgentStatus.model_validate_json(run.restart(0).agent_status(node).read_bytes())
         assert {rank.node for rank in status.ranks} <= {node}
 
 
@@ -124,8 +120,7 @@ def test_a_driver_that_blocks_an_agent_before_the_workers_start_loses_its_node(
 ) -> None:
     """NVML does not return on a node with a broken GPU, and its agent asks before anything is supervised."""
     run = agent_run(num_nodes=2, supervise={"floor_s": 60.0, "setup_floor_s": 5.0})
-    placement = read_model(run.dir.placement, Placement)
-    assert placement is not None
+    placement = Placement.model_validate_json(run.dir.placement.read_bytes())
     probe = (GroupPlan.on_all_nodes(Role.PROBE, 2, 2),)
     phases = (probe, *placement.phases) if module == "nodes.facts" else placement.phases
     write_model(run.dir.placement, placement.model_copy(update={"gpus_per_node": 1, "phases": phases}))
@@ -167,8 +162,7 @@ def test_an_agent_that_cannot_continue_is_reported(agent_run: MakeRun) -> None:
     run.start(0, 2)
     time.sleep(0.5)
     path = run.dir.placement
-    good = read_model(path, Placement)
-    assert good is not None
+    good = Placement.model_validate_json(path.read_bytes())
     until(lambda: run.events(0, "agent_started"))
     write_model(path, good.model_copy(update={"num_nodes": 7}))
     run.start(1, 2)
@@ -176,8 +170,7 @@ def test_an_agent_that_cannot_continue_is_reported(agent_run: MakeRun) -> None:
     outcome = run.outcome()
     assert outcome.failure_kind is FailureKind.NODE_UNFIT
     assert "planned for 7 nodes" in outcome.message
-    report = read_model(run.dir.probe_report, ProbeReport)
-    assert report is not None
+    report = ProbeReport.model_validate_json(run.dir.probe_report.read_bytes())
     assert [(one.id, one.node) for one in report.results if one.status == "blocked"] == [("node.identity", "node2")]
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from agent_runs import REPOSITORY, TARGETS, AgentRun
+from agent_runs import REPOSITORY, TARGETS, AgentRun, MakeRun
 from process_tools import is_alive, until
 from slurm_cluster import Cluster, needs_slurm
 
 from rlhf_core.files.appended import read_models
-from rlhf_core.files.whole import read_model
+from rlhf_core.files.whole import read_all
 from rlhf_core.run_dir.attempt import RestartDir
 from rlhf_core.scheduler.base import JobRequest
 from rlhf_core.scheduler.slurm.scheduler import SlurmScheduler
@@ -28,7 +28,6 @@ from rlhf_core.watchdog.watcher import AttemptSnapshot, Watcher
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.training, needs_slurm]
 
-MakeRun = Callable[..., AgentRun]
 Submit = Callable[..., Watcher]
 
 ONE_CANNOT_START = """
@@ -103,8 +102,7 @@ def submit(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     def start(run: AgentRun, own: str = "") -> Watcher:
         (tmp_path / "own").mkdir()
         (tmp_path / "own" / "sitecustomize.py").write_text(own)
-        placement = read_model(run.dir.placement, Placement)
-        assert placement is not None
+        placement = Placement.model_validate_json(run.dir.placement.read_bytes())
         command = [sys.executable, "-m", "rlhf_core.worker", "agent", "--run-dir", str(run.run_dir.root)]
         command += ["--attempt", "1", "--path", str(TARGETS)]
         command += ["--target", "trainer=fake_roles:train", "--target", "rollout=fake_roles:serve"]
@@ -214,7 +212,7 @@ def test_rollout_workers_are_restarted_alone_beside_the_trainers(agent_run: Make
 
     assert at_its_end(watcher).verdict.state is AttemptState.COMPLETED
     paths = [path for restart in run.dir.restarts() for path in restart.incident_files()]
-    found = [one for path in paths if (one := read_model(path, Incident)) is not None]
+    found = read_all(paths, Incident)
     assert [(one.number, one.role, one.failure_kind, one.suspect_ranks) for one in found] == [
         (1, Role.ROLLOUT, FailureKind.WORKER_KILLED, (0,)),
         (2, Role.ROLLOUT, FailureKind.HANG, (2,)),
@@ -244,4 +242,4 @@ def at_its_end(watcher: Watcher) -> AttemptSnapshot:
 
 def agent_decisions_of(restart: RestartDir) -> list[Decision]:
     """Decisions of agent 0, in order."""
-    return [one for path in restart.decision_files() if (one := read_model(path, Decision)) is not None]
+    return read_all(restart.decision_files(), Decision)

@@ -4,10 +4,9 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable
 
 import pytest
-from agent_runs import AgentRun
+from agent_runs import MakeRun
 from process_tools import is_alive, until
 
 from rlhf_core.files.appended import read_models
@@ -19,8 +18,6 @@ from rlhf_core.worker import processes
 from rlhf_core.worker.liveness.heartbeat import slots_folder
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.training]
-
-MakeRun = Callable[..., AgentRun]
 
 
 ONE_IS_LEFT = """

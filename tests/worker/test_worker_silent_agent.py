@@ -5,12 +5,11 @@ Real agents and real workers, with each node as Slurm would start it.
 
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
-from agent_runs import AgentRun
+from agent_runs import AgentRun, MakeRun
 from process_tools import is_alive, until
 
 from rlhf_core.files.whole import write_model
@@ -19,8 +18,6 @@ from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.resources import GroupPlan, Placement, in_order
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.training, pytest.mark.timeout(240)]
-
-MakeRun = Callable[..., AgentRun]
 
 
 def training(agent_run: MakeRun, num_nodes: int = 2) -> AgentRun:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_runs import TARGETS, AgentRun
+from agent_runs import TARGETS, AgentRun, MakeRun
 from process_tools import is_alive, until
 
 from rlhf_core.files.appended import read_models
@@ -19,7 +19,6 @@ from rlhf_core.schemas.reports import MetricsLine, Phase
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.training]
 
-MakeRun = Callable[..., AgentRun]
 STEPS = 20
 IN_NEW_PROCESSES = {"warm_workers": False}
 """Settings of a run whose workers are interpreters of their own, as outside of tests; others are forked here."""
