@@ -24,6 +24,7 @@ from rlhf_core.worker.command import published
 from rlhf_core.worker.command.found_checkpoints import QUIET_OF_NODES_S, QUIET_S, FoundCheckpoint, WatchedCheckpoints
 from rlhf_core.worker.command.launch import LaunchOrder, resume_folder
 from rlhf_core.worker.command.launch_order import agree
+from rlhf_core.worker.command.published import CheckpointPublisher
 
 
 def save(context: WorkerContext, step: int, name: str = "checkpoint-{step}") -> FoundCheckpoint:
@@ -33,6 +34,11 @@ def save(context: WorkerContext, step: int, name: str = "checkpoint-{step}") -> 
     for file in ("config.json", "model.safetensors", "optimizer.pt", "rng_state_0.pth", "trainer_state.json"):
         (folder / file).write_text(f"{file} of {step}")
     return FoundCheckpoint(step, folder, complete=True)
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> WorkerContext:
+    return context_of(tmp_path)
 
 
 def output_dir(context: WorkerContext) -> Path:
@@ -66,8 +72,7 @@ def refuse(number: int) -> Callable[..., NoReturn]:
     return call
 
 
-def test_a_checkpoint_is_linked_checked_and_outlives_its_original(tmp_path: Path) -> None:
-    context = context_of(tmp_path)
+def test_a_checkpoint_is_linked_checked_and_outlives_its_original(context: WorkerContext) -> None:
     checkpoint = publish(context, save(context, 10))
     own = output_dir(context) / "checkpoint-10" / "model.safetensors"
     assert (checkpoint.root / "checkpoint-10" / "model.safetensors").samefile(own)
@@ -80,9 +85,8 @@ def test_a_checkpoint_is_linked_checked_and_outlives_its_original(tmp_path: Path
     assert list(context.run_dir.checkpoints_dir.glob(".*")) == []
 
 
-def test_a_checkpoint_without_weights_has_no_model(tmp_path: Path) -> None:
+def test_a_checkpoint_without_weights_has_no_model(context: WorkerContext) -> None:
     """As that of transformers under ZeRO-3, unless DeepSpeed gathers the weights."""
-    context = context_of(tmp_path)
     saved = save(context, 10)
     (saved.path / "model.safetensors").unlink()
     (saved.path / "global_step10").mkdir()
@@ -92,15 +96,13 @@ def test_a_checkpoint_without_weights_has_no_model(tmp_path: Path) -> None:
     assert not checkpoint.model.exists()
 
 
-def test_without_links_it_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_links_it_is_copied(context: WorkerContext, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "link", refuse(errno.EXDEV))
-    context = context_of(tmp_path)
     checkpoint = publish(context, save(context, 10))
     assert checkpoint.damage() == []
 
 
-def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    context = context_of(tmp_path)
+def test_a_full_disk_leaves_nothing_behind(context: WorkerContext, monkeypatch: pytest.MonkeyPatch) -> None:
     publish(context, save(context, 10))
     monkeypatch.setattr(os, "link", refuse(errno.ENOSPC))
     with pytest.raises(OSError, match="No space"):
@@ -108,8 +110,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
     assert [path.name for path in context.run_dir.checkpoints_dir.iterdir()] == ["step-000010"]
 
 
-def test_an_abandoned_attempt_publishes_nothing(tmp_path: Path) -> None:
-    context = context_of(tmp_path)
+def test_an_abandoned_attempt_publishes_nothing(context: WorkerContext) -> None:
     write_model(context.run_dir.attempt(2).placement, context.placement)
     with pytest.raises(WorkerError, match="newer attempt"):
         publish(context, save(context, 10))
@@ -121,19 +122,15 @@ def test_a_restart_resumes_from_the_newest_and_refuses_a_damaged_one(tmp_path: P
     assert published.resume_point(context) is None
     publish(context, save(context, 10))
     newest = publish(context, save(context, 20))
-    chosen = published.resume_point(context)
-    assert chosen is not None
-    assert chosen.step == 20
-    assert resume_folder(context, trainer_of(context), chosen.root.name) == newest.root / "checkpoint-20"
+    assert published.resume_point(context) == newest
+    assert resume_folder(context, trainer_of(context), newest.root.name) == newest.root / "checkpoint-20"
     weights = newest.root / "checkpoint-20" / "model.safetensors"
     weights.unlink()
     weights.write_text("something else")
     with pytest.raises(CheckpointCorrupt, check=lambda error: error.checkpoint == "step-000020"):
         published.resume_point(context)
     without = dataclasses.replace(context, damaged=frozenset({"step-000020"}))
-    chosen = published.resume_point(without)
-    assert chosen is not None
-    assert chosen.step == 10
+    assert published.resume_point(without) == context.run_dir.checkpoint(10)
 
 
 def test_ranks_beat_while_rank_0_verifies_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,14 +154,11 @@ def test_an_attempt_resumes_from_the_checkpoint_in_its_placement(tmp_path: Path)
         published.resume_point(context)
     publish(context, save(context, 10))
     publish(context, save(context, 20))
-    chosen = published.resume_point(context)
-    assert chosen is not None
-    assert chosen.step == 10
+    assert published.resume_point(context) == context.run_dir.checkpoint(10)
 
 
-def test_later_checkpoints_are_moved_away_before_the_program_starts(tmp_path: Path) -> None:
+def test_later_checkpoints_are_moved_away_before_the_program_starts(context: WorkerContext) -> None:
     """They belong to an abandoned branch or are torn, and the program would resume from them."""
-    context = context_of(tmp_path)
     checkpoint = publish(context, save(context, 10))
     save(context, 20)
     assert restore(context, checkpoint) == ["checkpoint-10"]
@@ -181,8 +175,7 @@ def test_checkpoints_with_the_same_base_name_are_moved_away_side_by_side(tmp_pat
     assert kept == ["config.json of 20", "config.json of 30"]
 
 
-def test_the_checkpoint_is_restored_for_a_program_that_finds_it_by_itself(tmp_path: Path) -> None:
-    context = context_of(tmp_path)
+def test_the_checkpoint_is_restored_for_a_program_that_finds_it_by_itself(context: WorkerContext) -> None:
     checkpoint = publish(context, save(context, 10))
     state = output_dir(context) / "checkpoint-10" / "trainer_state.json"
     state.unlink()
@@ -201,18 +194,19 @@ def test_a_checkpoint_may_be_a_single_file_which_is_put_back_without_a_remainder
     assert restore(context, checkpoint, resume="in_place") == ["state-10.pt"]
 
 
-def publisher_of(context: WorkerContext) -> published.CheckpointPublisher:
-    return published.CheckpointPublisher(context, trainer_of(context), output_dir(context), first_step=0)
+@pytest.fixture
+def publisher(context: WorkerContext) -> CheckpointPublisher:
+    return CheckpointPublisher(context, trainer_of(context), output_dir(context), first_step=0)
 
 
-def consider(publisher: published.CheckpointPublisher) -> None:
+def consider(publisher: CheckpointPublisher) -> None:
     publisher.consider(0.0, ended=True)
     until(lambda: not publisher.is_busy)
 
 
-def test_publishing_is_retried_after_a_temporary_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    context = context_of(tmp_path)
-    publisher = publisher_of(context)
+def test_publishing_is_retried_after_a_temporary_failure(
+    context: WorkerContext, publisher: CheckpointPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(context, 40)
     with monkeypatch.context() as broken:
         broken.setattr(os, "link", refuse(errno.EIO))
@@ -225,9 +219,7 @@ def test_publishing_is_retried_after_a_temporary_failure(tmp_path: Path, monkeyp
     assert (publisher.newest_step, publisher.problem, publisher.has_unpublished) == (40, "", False)
 
 
-def test_a_last_checkpoint_that_is_incomplete_is_named(tmp_path: Path) -> None:
-    context = context_of(tmp_path)
-    publisher = publisher_of(context)
+def test_a_last_checkpoint_that_is_incomplete_is_named(context: WorkerContext, publisher: CheckpointPublisher) -> None:
     save(context, 30)
     (save(context, 40).path / "trainer_state.json").unlink()
     consider(publisher)
@@ -237,11 +229,9 @@ def test_a_last_checkpoint_that_is_incomplete_is_named(tmp_path: Path) -> None:
 
 
 def test_the_newest_is_published_first_and_those_that_would_be_removed_never(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    context: WorkerContext, publisher: CheckpointPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the newest published one falls ever further behind if reading takes longer than the time between saves."""
-    context = context_of(tmp_path)
-    publisher = publisher_of(context)
     begun, may_end = list[int](), threading.Event()
 
     def slow(context: object, trainer: object, folder: object, found: FoundCheckpoint) -> None:
@@ -264,7 +254,7 @@ def test_the_newest_is_published_first_and_those_that_would_be_removed_never(
 def test_files_of_several_nodes_have_to_be_unchanged_for_longer(tmp_path: Path) -> None:
     """Attributes that NFS keeps for seconds make a file that grows on another node look unchanged."""
     context = context_of(tmp_path, num_nodes=2)
-    publisher = publisher_of(context)
+    publisher = CheckpointPublisher(context, trainer_of(context), output_dir(context), first_step=0)
     save(context, 10)
     for now_s in (0.0, QUIET_S, QUIET_OF_NODES_S - 0.1):
         publisher.consider(now_s)
@@ -273,9 +263,7 @@ def test_files_of_several_nodes_have_to_be_unchanged_for_longer(tmp_path: Path) 
     until(lambda: publisher.newest_step == 10)
 
 
-def test_a_step_saved_again_is_published_again(tmp_path: Path) -> None:
-    context = context_of(tmp_path)
-    publisher = publisher_of(context)
+def test_a_step_saved_again_is_published_again(context: WorkerContext, publisher: CheckpointPublisher) -> None:
     folder = save(context, 40).path
     consider(publisher)
     time.sleep(0.01)
@@ -285,9 +273,9 @@ def test_a_step_saved_again_is_published_again(tmp_path: Path) -> None:
     assert context.run_dir.checkpoint(40).damage() == []
 
 
-def test_a_checkpoint_that_the_program_is_removing_is_not_published_again(tmp_path: Path) -> None:
-    context = context_of(tmp_path)
-    publisher = publisher_of(context)
+def test_a_checkpoint_that_the_program_is_removing_is_not_published_again(
+    context: WorkerContext, publisher: CheckpointPublisher
+) -> None:
     folder = save(context, 40).path
     consider(publisher)
     (folder / "optimizer.pt").unlink()
@@ -297,8 +285,9 @@ def test_a_checkpoint_that_the_program_is_removing_is_not_published_again(tmp_pa
     assert checkpoint.damage() == []
 
 
-def test_later_checkpoints_are_moved_to_another_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    context = context_of(tmp_path)
+def test_later_checkpoints_are_moved_to_another_file_system(
+    context: WorkerContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(context, 20)
     for function in ("rename", "replace"):
         monkeypatch.setattr(os, function, refuse(errno.EXDEV))
@@ -398,9 +387,8 @@ def test_no_critic_is_left_without_a_checkpoint(tmp_path: Path) -> None:
     assert restore(context, None) == []
 
 
-def test_a_checkpoint_that_the_program_is_removing_is_not_published_in_part(tmp_path: Path) -> None:
+def test_a_checkpoint_that_the_program_is_removing_is_not_published_in_part(context: WorkerContext) -> None:
     """It was complete when it was found, but earlier ones had to be published first."""
-    context = context_of(tmp_path)
     folder = save(context, 40).path
     (folder / "link").symlink_to("nowhere")
     (found,) = WatchedCheckpoints(trainer_of(context), output_dir(context)).find(0.0, has_ended=True)
