@@ -66,10 +66,9 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small_batches")
 def test_killed_at_any_point_the_rows_are_the_same(
-    store: HistoryStore, runs: Path, monkeypatch: pytest.MonkeyPatch
+    store: HistoryStore, known: RunFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each ingester is killed later than the one before, and leaves whole batches, which the next one continues."""
-    run = synced(whole_run(runs), store)
     store.clear()  # metric names are kept, so that all ingesters below execute the same statements
     batches = [dump(store)]
     apply = HistoryStore.apply
@@ -81,13 +80,13 @@ def test_killed_at_any_point_the_rows_are_the_same(
 
     with monkeypatch.context() as patch:
         patch.setattr(HistoryStore, "apply", apply_and_note)
-        assert sync(run.dir, store).batches > 5
+        assert sync(known.dir, store).batches > 5
     store.clear()
     every = 1 if store.url.get_backend_name() == "sqlite" else 7
     whole, nth, kills = 0, 1, 0
     while True:
         with failpoints(store, Countdown(nth)), suppress(Killed):
-            sync(run.dir, store)
+            sync(known.dir, store)
             break
         kills += 1
         found = dump(store)
@@ -101,8 +100,7 @@ def test_killed_at_any_point_the_rows_are_the_same(
     assert dump(store) == batches[-1]
 
 
-def test_killed_right_after_the_commit(store: HistoryStore, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = whole_run(runs)
+def test_killed_right_after_the_commit(store: HistoryStore, whole: RunFiles, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def apply_and_die(self: HistoryStore, run_id: str, batch: IngestBatch) -> bool:
         assert original(self, run_id, batch)
@@ -112,9 +110,9 @@ def test_killed_right_after_the_commit(store: HistoryStore, runs: Path, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(HistoryStore, "apply", apply_and_die)
         with pytest.raises(Killed):
-            sync(run.dir, store)
+            sync(whole.dir, store)
     expected = dump(store)
-    assert sync(run.dir, store).batches == 0
+    assert sync(whole.dir, store).batches == 0
     assert dump(store) == expected
 
 
@@ -147,30 +145,28 @@ class OffsetsLast(OffsetsFirst):
         return True
 
 
-def test_offsets_before_rows_lose_rows(database_url: str, runs: Path) -> None:
-    run = whole_run(runs)
+def test_offsets_before_rows_lose_rows(database_url: str, whole: RunFiles) -> None:
     with OffsetsFirst(database_url) as store:
-        sync(run.dir, store)
+        sync(whole.dir, store)
         expected = dump(store)
         store.clear()
         store.between = Countdown(1)
         with pytest.raises(Killed):
-            sync(run.dir, store)
+            sync(whole.dir, store)
         store.between = lambda: None
-        sync(run.dir, store)
+        sync(whole.dir, store)
         assert dump(store) != expected
         assert not dump(store)["metrics"]
 
 
-def test_offsets_after_rows_apply_the_journal_twice(database_url: str, runs: Path) -> None:
-    run = whole_run(runs)
+def test_offsets_after_rows_apply_the_journal_twice(database_url: str, whole: RunFiles) -> None:
     with OffsetsLast(database_url) as store:
         store.between = Countdown(1)
         with pytest.raises(Killed):
-            sync(run.dir, store)
+            sync(whole.dir, store)
         store.between = lambda: None
         with pytest.raises(IllegalMove, match="is completed and cannot become preflight"):
-            sync(run.dir, store)
+            sync(whole.dir, store)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -199,18 +195,17 @@ sync(RunDir(Path(sys.argv[2])), store)
 """
 
 
-def test_kill_minus_nine(database_url: str, runs: Path, tmp_path: Path) -> None:
+def test_kill_minus_nine(database_url: str, whole: RunFiles, tmp_path: Path) -> None:
     """Near the end of the only transaction."""
-    run = whole_run(runs)
     with HistoryStore(new_sqlite(tmp_path / "..")) as clean:
-        sync(run.dir, clean)
+        sync(whole.dir, clean)
         expected = dump(clean)
-    command = [sys.executable, "-c", _SYNC_AND_DIE, database_url, str(run.dir.root), "45"]
+    command = [sys.executable, "-c", _SYNC_AND_DIE, database_url, str(whole.dir.root), "45"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     assert subprocess.run(command, env=environment).returncode == -signal.SIGKILL
     with HistoryStore(database_url) as store:
         assert not dump(store)["runs"], "nothing of the batch is there"
-        sync(run.dir, store)
+        sync(whole.dir, store)
         assert dump(store) == expected
 
 
@@ -218,17 +213,15 @@ def test_kill_minus_nine(database_url: str, runs: Path, tmp_path: Path) -> None:
 # Two ingesters
 
 
-def test_a_batch_counts_once(store: HistoryStore, runs: Path) -> None:
-    run = whole_run(runs)
-    batch = IngestReader(run.dir, store.ingest_state(run.run_id)).read()
-    assert store.apply(run.run_id, batch)
+def test_a_batch_counts_once(store: HistoryStore, whole: RunFiles) -> None:
+    batch = IngestReader(whole.dir, store.ingest_state(whole.run_id)).read()
+    assert store.apply(whole.run_id, batch)
     expected = dump(store)
-    assert not store.apply(run.run_id, batch)
+    assert not store.apply(whole.run_id, batch)
     assert dump(store) == expected
 
 
-def test_the_slower_of_two_ingesters_starts_over(store: HistoryStore, runs: Path) -> None:
-    run = RunFiles(runs).created()
+def test_the_slower_of_two_ingesters_starts_over(store: HistoryStore, run: RunFiles) -> None:
     sync(run.dir, store)
     run.moved(RunState.PREFLIGHT, 1)
     slow = IngestReader(run.dir, store.ingest_state(run.run_id)).read()
@@ -240,11 +233,10 @@ def test_the_slower_of_two_ingesters_starts_over(store: HistoryStore, runs: Path
 
 
 def test_without_the_stamp_the_slower_ingester_would_break_the_run(
-    store: HistoryStore, runs: Path, monkeypatch: pytest.MonkeyPatch
+    store: HistoryStore, run: RunFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: a store that does not check whether the history has advanced."""
     monkeypatch.setattr(HistoryStore, "_take_turn", lambda *_arguments: True)
-    run = RunFiles(runs).created()
     with store.writing() as connection:
         insert_run(connection, str(run.dir.root), run.dir.read_spec(), 1)
     run.moved(RunState.PREFLIGHT, 1)
@@ -257,14 +249,13 @@ def test_without_the_stamp_the_slower_ingester_would_break_the_run(
 
 
 @pytest.mark.usefixtures("small_batches")
-def test_many_ingesters_at_once(database_url: str, runs: Path) -> None:
-    run = whole_run(runs)
+def test_many_ingesters_at_once(database_url: str, whole: RunFiles) -> None:
     barrier = threading.Barrier(4)
 
     def ingest_it() -> None:
         with HistoryStore(database_url) as store:
             barrier.wait()
-            sync(run.dir, store)
+            sync(whole.dir, store)
 
     with ThreadPoolExecutor(4) as threads:
         for one in [threads.submit(ingest_it) for _ in range(4)]:
@@ -272,7 +263,7 @@ def test_many_ingesters_at_once(database_url: str, runs: Path) -> None:
     with HistoryStore(database_url) as store:
         together = dump(store)
         store.clear()
-        sync(run.dir, store)
+        sync(whole.dir, store)
         assert together == dump(store)
 
 
@@ -322,17 +313,16 @@ def test_incremental_history_equals_rebuilt_history(store: HistoryStore, runs: P
     assert [row for row in expected["runs"] if ("state", "'completed'") in row]
 
 
-def test_rebuild_keeps_data_missing_from_the_files(store: HistoryStore, runs: Path) -> None:
-    run = synced(whole_run(runs), store)
-    shutil.rmtree(run.dir.checkpoint(2).root)
-    sync(run.dir, store)
-    token = store.acquire_lease(run.run_id, "me", 60)
+def test_rebuild_keeps_data_missing_from_the_files(store: HistoryStore, runs: Path, known: RunFiles) -> None:
+    shutil.rmtree(known.dir.checkpoint(2).root)
+    sync(known.dir, store)
+    token = store.acquire_lease(known.run_id, "me", 60)
     archived = synced(whole_run(runs, name="archived", tail="cccccc", created=200), store)
     shutil.rmtree(archived.dir.root)
     expected = dump(store)
     assert rebuild(runs, store).kept == (archived.run_id,)
     assert dump(store) == expected
-    store.renew_lease(run.run_id, "me", token, 60)
+    store.renew_lease(known.run_id, "me", token, 60)
 
 
 def test_rebuild_names_the_run_that_cannot_be_rebuilt(store: HistoryStore, runs: Path) -> None:
@@ -349,18 +339,16 @@ def test_rebuild_names_the_run_that_cannot_be_rebuilt(store: HistoryStore, runs:
     assert newer.run_id in store.run_ids(), "data that cannot be read again is kept"
 
 
-def test_clearing_keeps_leases(store: HistoryStore, runs: Path) -> None:
-    run = synced(whole_run(runs), store)
-    token = store.acquire_lease(run.run_id, "me", 60)
+def test_clearing_keeps_leases(store: HistoryStore, known: RunFiles) -> None:
+    token = store.acquire_lease(known.run_id, "me", 60)
     store.clear()
     assert not any(dump(store).values())
-    store.renew_lease(run.run_id, "me", token, 60)
+    store.renew_lease(known.run_id, "me", token, 60)
 
 
-def test_removing_a_run_removes_all_its_rows(store: HistoryStore, runs: Path) -> None:
-    run = whole_run(runs)
+def test_removing_a_run_removes_all_its_rows(store: HistoryStore, runs: Path, whole: RunFiles) -> None:
     synced(whole_run(runs, name="other", tail="bbbbbb", created=100), store)
     expected = dump(store)
-    sync(run.dir, store)
-    remove_run(store, run.run_id)
+    sync(whole.dir, store)
+    remove_run(store, whole.run_id)
     assert dump(store) == expected

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from history_tools import RunFiles, at, dump, run_sql, synced, whole_run
+from history_tools import RunFiles, at, dump, run_sql, whole_run
 from made_reports import decision_of, incident_of
 
 from rlhf_core.errors import IllegalMove, JournalDamaged, RunDirError
@@ -29,9 +29,8 @@ def ask(store: HistoryStore, question: str) -> list[list[object]]:
     return run_sql(store, question).rows
 
 
-def test_every_file_becomes_rows(store: HistoryStore, runs: Path) -> None:
-    run = whole_run(runs)
-    report = sync(run.dir, store)
+def test_every_file_becomes_rows(store: HistoryStore, whole: RunFiles) -> None:
+    report = sync(whole.dir, store)
     assert (report.batches, report.skipped) == (1, [])
     counts = {name: len(rows) for name, rows in dump(store).items()}
     assert counts == {
@@ -62,8 +61,7 @@ def test_every_file_becomes_rows(store: HistoryStore, runs: Path) -> None:
     }
 
 
-def test_an_unacknowledged_sync_is_shown_as_such(store: HistoryStore, runs: Path) -> None:
-    run = synced(whole_run(runs), store)
+def test_an_unacknowledged_sync_is_shown_as_such(store: HistoryStore, known: RunFiles) -> None:
     found = ask(store, "SELECT attempt, restart, version, acknowledged, gb_per_s FROM weight_syncs")
     assert sorted(found) == [
         [1, 0, 2, 2, 4.0],
@@ -71,7 +69,7 @@ def test_an_unacknowledged_sync_is_shown_as_such(store: HistoryStore, runs: Path
         [1, 1, 2, 1, 4.0],
         [1, 1, 3, 0, None],
     ]
-    facts = queries.show_run(store, run.run_id).weight_syncs
+    facts = queries.show_run(store, known.run_id).weight_syncs
     assert (facts["num_versions"], facts["engines"], facts["seconds"], facts["gb_per_s"]) == (2, 2, 0.5, 4.0)
     assert [(row["restart"], row["version"], row["acknowledged"]) for row in facts["unacknowledged"]] == [
         (1, 2, 1),
@@ -84,8 +82,7 @@ def test_an_unacknowledged_sync_is_shown_as_such(store: HistoryStore, runs: Path
     )
 
 
-def test_a_sync_in_progress_is_not_reported_as_missing_during_the_run(store: HistoryStore, runs: Path) -> None:
-    run = RunFiles(runs).created()
+def test_a_sync_in_progress_is_not_reported_as_missing_during_the_run(store: HistoryStore, run: RunFiles) -> None:
     run.planned(1, 4)
     run.weight_sync(1, 0, 0, 10, acknowledged=2)
     run.weight_sync(1, 0, 1, 12)
@@ -98,27 +95,25 @@ def test_a_sync_in_progress_is_not_reported_as_missing_during_the_run(store: His
     assert (missing["version"], missing["acknowledged"]) == (3, 0)
 
 
-def test_a_ledger_that_is_read_again_adds_no_duplicate_rows(store: HistoryStore, runs: Path) -> None:
-    run = synced(whole_run(runs), store)
+def test_a_ledger_that_is_read_again_adds_no_duplicate_rows(store: HistoryStore, known: RunFiles) -> None:
     before = dump(store)["weight_syncs"]
-    ledger = run.dir.attempt(1).restart(0).weight_syncs
+    ledger = known.dir.attempt(1).restart(0).weight_syncs
     content = ledger.read_bytes()
     ledger.unlink()
     ledger.write_bytes(content.replace(b'"version":2', b'"version":9', 1))  # another file: read from its beginning
-    sync(run.dir, store)
+    sync(known.dir, store)
     after = dump(store)["weight_syncs"]
     assert len(after) == len(before) == 4
     assert after == before, "the request is not newer than its answer"
-    store.forget(run.run_id)
-    sync(run.dir, store)
+    store.forget(known.run_id)
+    sync(known.dir, store)
     assert dump(store)["weight_syncs"] == before
 
 
-def test_nothing_new_writes_nothing(store: HistoryStore, runs: Path) -> None:
-    run = synced(whole_run(runs), store)
-    before = store.ingest_state(run.run_id)
-    assert sync(run.dir, store) == SyncReport()
-    assert store.ingest_state(run.run_id) == before
+def test_nothing_new_writes_nothing(store: HistoryStore, known: RunFiles) -> None:
+    before = store.ingest_state(known.run_id)
+    assert sync(known.dir, store) == SyncReport()
+    assert store.ingest_state(known.run_id) == before
 
 
 def test_a_directory_without_a_journal_is_not_a_run_yet(store: HistoryStore, runs: Path) -> None:
@@ -127,15 +122,13 @@ def test_a_directory_without_a_journal_is_not_a_run_yet(store: HistoryStore, run
     assert store.run_ids() == []
 
 
-def test_no_run_directory(store: HistoryStore, runs: Path) -> None:
-    run = RunFiles(runs).created()
+def test_no_run_directory(store: HistoryStore, run: RunFiles) -> None:
     run.dir.spec.unlink()
     with pytest.raises(RunDirError, match=r"no spec\.json"):
         sync(run.dir, store)
 
 
-def test_the_run_row_contains_the_request(store: HistoryStore, runs: Path) -> None:
-    run = RunFiles(runs).created()
+def test_the_run_row_contains_the_request(store: HistoryStore, run: RunFiles) -> None:
     sync(run.dir, store)
     found = queries.show_run(store, run.run_id).run
     assert found["state"] == "pending"
@@ -145,8 +138,7 @@ def test_the_run_row_contains_the_request(store: HistoryStore, runs: Path) -> No
     assert found["created_at"] == at(0).isoformat()
 
 
-def test_a_torn_last_line_waits_for_its_writer(store: HistoryStore, runs: Path) -> None:
-    run = RunFiles(runs).created()
+def test_a_torn_last_line_waits_for_its_writer(store: HistoryStore, run: RunFiles) -> None:
     run.metrics(1, 0, 1, 10)
     run.metrics(1, 0, 2, 12)
     path = run.dir.attempt(1).restart(0).metrics
@@ -160,8 +152,7 @@ def test_a_torn_last_line_waits_for_its_writer(store: HistoryStore, runs: Path) 
     assert queries.curve(store, run.run_id, ["time/step_s"]) == {"time/step_s": [(1, 2.0), (2, 2.0)]}
 
 
-def test_a_torn_line_in_the_middle_is_skipped_and_counted(store: HistoryStore, runs: Path) -> None:
-    run = RunFiles(runs).created()
+def test_a_torn_line_in_the_middle_is_skipped_and_counted(store: HistoryStore, run: RunFiles) -> None:
     run.metrics(1, 0, 1, 10)
     path = run.dir.attempt(1).restart(0).metrics
     torn_at = path.stat().st_size
@@ -174,20 +165,18 @@ def test_a_torn_line_in_the_middle_is_skipped_and_counted(store: HistoryStore, r
     assert sync(run.dir, store).skipped == [], "a skipped line is counted once"
 
 
-def test_a_damaged_document_is_skipped_until_it_is_replaced(store: HistoryStore, runs: Path) -> None:
-    run = whole_run(runs)
-    outcome = run.dir.attempt(2).outcome
+def test_a_damaged_document_is_skipped_until_it_is_replaced(store: HistoryStore, whole: RunFiles) -> None:
+    outcome = whole.dir.attempt(2).outcome
     outcome.write_text("{}")
-    assert sync(run.dir, store).skipped == [SkippedLine("attempts/2/outcome.json", 0)]
-    assert sync(run.dir, store).skipped == []
-    run.outcome(2, AttemptState.COMPLETED, 54, 10)
-    sync(run.dir, store)
+    assert sync(whole.dir, store).skipped == [SkippedLine("attempts/2/outcome.json", 0)]
+    assert sync(whole.dir, store).skipped == []
+    whole.outcome(2, AttemptState.COMPLETED, 54, 10)
+    sync(whole.dir, store)
     assert ask(store, "SELECT outcome_state FROM attempts ORDER BY number") == [["failed"], ["completed"]]
 
 
-def test_metrics_without_their_journal_line(store: HistoryStore, runs: Path) -> None:
+def test_metrics_without_their_journal_line(store: HistoryStore, run: RunFiles) -> None:
     """The line that planned the attempt is unreadable: its metrics are kept, and the problem is reported each time."""
-    run = RunFiles(runs).created()
     with run.dir.control.open("ab") as file:
         file.write(b'{"sequence": 1, "tok\n')
     run.metrics(1, 0, 1, 10)
@@ -223,9 +212,8 @@ def test_a_journal_is_read_up_to_an_unreadable_line_and_further_once_it_is_repai
     assert ask(store, "SELECT state FROM runs") == [["completed"]] * 2
 
 
-def test_a_journal_damaged_before_the_read_position(store: HistoryStore, runs: Path) -> None:
+def test_a_journal_damaged_before_the_read_position(store: HistoryStore, runs: Path, run: RunFiles) -> None:
     """The first damaged line is named, not the read position; repaired by hand, the history is rebuilt."""
-    run = RunFiles(runs).created()
     run.moved(RunState.PREFLIGHT, 1)
     sync(run.dir, store)
     run.moved(RunState.QUEUED, 2)
@@ -240,8 +228,7 @@ def test_a_journal_damaged_before_the_read_position(store: HistoryStore, runs: P
     assert ask(store, "SELECT state FROM runs") == [["queued"]]
 
 
-def test_non_finite_values_can_be_distinguished(store: HistoryStore, runs: Path) -> None:
-    run = RunFiles(runs).created()
+def test_non_finite_values_can_be_distinguished(store: HistoryStore, run: RunFiles) -> None:
     run.metrics(1, 0, 1, 10, a=math.nan, b=math.inf, c=-math.inf, d=0.5)
     sync(run.dir, store)
     question = (
@@ -259,16 +246,14 @@ def test_non_finite_values_can_be_distinguished(store: HistoryStore, runs: Path)
     assert queries.show_run(store, run.run_id).metrics["a"]["value"] == "NaN"
 
 
-def test_text_that_postgresql_cannot_hold_is_kept_readable(store: HistoryStore, runs: Path) -> None:
+def test_text_that_postgresql_cannot_hold_is_kept_readable(store: HistoryStore, known: RunFiles) -> None:
     """An untrained model generates anything, even NUL characters."""
-    run = synced(whole_run(runs), store)
-    samples = queries.evaluation_samples(store, run.run_id, "before", "greedy")
+    samples = queries.evaluation_samples(store, known.run_id, "before", "greedy")
     assert [sample["completion"] for sample in samples] == ["0␀", "1␀", "2␀"]
     assert [sample["score"] for sample in samples] == [0.0, 1.0, 0.0]
 
 
-def test_latest_metrics_follow_a_rewind(store: HistoryStore, runs: Path) -> None:
-    run = RunFiles(runs).created()
+def test_latest_metrics_follow_a_rewind(store: HistoryStore, run: RunFiles) -> None:
     for step in (1, 2, 3):
         run.metrics(1, 0, step, step)
     sync(run.dir, store)
@@ -282,8 +267,7 @@ def test_latest_metrics_follow_a_rewind(store: HistoryStore, runs: Path) -> None
 # The journal
 
 
-def test_lines_of_a_fenced_off_writer_do_not_count(store: HistoryStore, runs: Path) -> None:
-    run = RunFiles(runs).created()
+def test_lines_of_a_fenced_off_writer_do_not_count(store: HistoryStore, run: RunFiles) -> None:
     run.moved(RunState.PREFLIGHT, 1, token=3)
     run.moved(RunState.QUEUED, 2, token=5)
     run.moved(RunState.CANCELLED, 3, "the old controller did not know", token=3)
@@ -296,7 +280,7 @@ def test_lines_of_a_fenced_off_writer_do_not_count(store: HistoryStore, runs: Pa
 
 
 def test_without_fencing_the_old_controller_would_win(
-    store: HistoryStore, runs: Path, monkeypatch: pytest.MonkeyPatch
+    store: HistoryStore, run: RunFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: an ingester that accepts every line."""
 
@@ -305,7 +289,6 @@ def test_without_fencing_the_old_controller_would_win(
             self._batch.journal.append(ingest_reader.JournalEntry(found.begin, found.line))
 
     monkeypatch.setattr(IngestReader, "_read_journal", read_every_line)
-    run = RunFiles(runs).created()
     run.moved(RunState.PREFLIGHT, 1, token=3)
     run.moved(RunState.QUEUED, 2, token=5)
     run.moved(RunState.CANCELLED, 3, "the old controller did not know", token=3)
@@ -313,8 +296,7 @@ def test_without_fencing_the_old_controller_would_win(
     assert ask(store, "SELECT state FROM runs") == [["cancelled"]]
 
 
-def test_an_illegal_transition_of_the_run(store: HistoryStore, runs: Path) -> None:
-    run = RunFiles(runs).created()
+def test_an_illegal_transition_of_the_run(store: HistoryStore, run: RunFiles) -> None:
     sync(run.dir, store)
     before = dump(store)
     run.moved(RunState.COMPLETED, 1)
@@ -323,30 +305,26 @@ def test_an_illegal_transition_of_the_run(store: HistoryStore, runs: Path) -> No
     assert dump(store) == before
 
 
-def test_an_illegal_transition_of_an_attempt(store: HistoryStore, runs: Path) -> None:
-    run = whole_run(runs)
-    run.journal(AttemptMoved(attempt=2, state=AttemptState.RUNNING, cause="again"), 60)
+def test_an_illegal_transition_of_an_attempt(store: HistoryStore, whole: RunFiles) -> None:
+    whole.journal(AttemptMoved(attempt=2, state=AttemptState.RUNNING, cause="again"), 60)
     with pytest.raises(IllegalMove, match=r"attempt 2 of .* is completed and cannot become running"):
-        sync(run.dir, store)
+        sync(whole.dir, store)
 
 
-def test_a_transition_of_an_unplanned_attempt(store: HistoryStore, runs: Path) -> None:
-    run = RunFiles(runs).created()
+def test_a_transition_of_an_unplanned_attempt(store: HistoryStore, run: RunFiles) -> None:
     run.journal(AttemptMoved(attempt=9, state=AttemptState.RUNNING, cause="?"), 1)
     with pytest.raises(IllegalMove, match=r"attempt 9 of .* is unknown"):
         sync(run.dir, store)
 
 
-def test_a_repeated_transition_changes_nothing(store: HistoryStore, runs: Path) -> None:
-    run = RunFiles(runs).created()
+def test_a_repeated_transition_changes_nothing(store: HistoryStore, run: RunFiles) -> None:
     run.moved(RunState.PREFLIGHT, 1, "first")
     run.moved(RunState.PREFLIGHT, 2, "said again after a restart of the controller")
     sync(run.dir, store)
     assert ask(store, "SELECT state, message FROM runs") == [["preflight", "first"]]
 
 
-def test_a_resumed_run_has_no_end_until_it_ends_again(store: HistoryStore, runs: Path) -> None:
-    run = RunFiles(runs).created()
+def test_a_resumed_run_has_no_end_until_it_ends_again(store: HistoryStore, run: RunFiles) -> None:
     run.moved(RunState.PREFLIGHT, 1)
     run.moved(RunState.FAILED, 5, "no disk")
     sync(run.dir, store)
@@ -357,9 +335,8 @@ def test_a_resumed_run_has_no_end_until_it_ends_again(store: HistoryStore, runs:
     assert (found["started_at"], found["ended_at"]) == (at(1).isoformat(), None)
 
 
-def test_an_adopted_job_is_recorded_as_submitted_again(store: HistoryStore, runs: Path) -> None:
+def test_an_adopted_job_is_recorded_as_submitted_again(store: HistoryStore, run: RunFiles) -> None:
     """A controller killed between submission and record finds the job and records it again, perhaps late."""
-    run = RunFiles(runs).created()
     run.planned(1, 4)
     adopted = Submission(attempt=1, scheduler="local", job_id="j1", command=("python",), host="login2")
     run.journal(AttemptSubmitted(submission=adopted), 9)
@@ -370,10 +347,9 @@ def test_an_adopted_job_is_recorded_as_submitted_again(store: HistoryStore, runs
     assert "12:00:04.5" in str(row[2])
 
 
-def test_incidents_and_decisions_of_the_controller(store: HistoryStore, runs: Path) -> None:
-    run = whole_run(runs)
+def test_incidents_and_decisions_of_the_controller(store: HistoryStore, whole: RunFiles) -> None:
     incident = incident_of(FailureKind.NODE_LOST, 2, seen_at=at(41), suspect_nodes=("n7",))
-    run.journal(IncidentFound(incident=incident), 60)
+    whole.journal(IncidentFound(incident=incident), 60)
     decision = decision_of(
         Action.NEW_ATTEMPT,
         2,
@@ -382,9 +358,9 @@ def test_incidents_and_decisions_of_the_controller(store: HistoryStore, runs: Pa
         excluded_nodes=("n7",),
         config_diff={"train.micro_batch_size": 4},
     )
-    run.journal(DecisionMade(decision=decision), 61)
-    sync(run.dir, store)
-    shown = queries.show_run(store, run.run_id)
+    whole.journal(DecisionMade(decision=decision), 61)
+    sync(whole.dir, store)
+    shown = queries.show_run(store, whole.run_id)
     assert [row["found_by"] for row in shown.incidents] == ["agent", "agent", "controller"]
     assert shown.decisions[-1]["config_diff"] == {"train.micro_batch_size": 4}
     assert shown.decisions[-1]["excluded_nodes"] == ["n7"]
@@ -395,9 +371,8 @@ def test_incidents_and_decisions_of_the_controller(store: HistoryStore, runs: Pa
     ]
 
 
-def test_several_incidents_of_a_restart_become_separate_rows(store: HistoryStore, runs: Path) -> None:
+def test_several_incidents_of_a_restart_become_separate_rows(store: HistoryStore, run: RunFiles) -> None:
     """With the control: the only incident of a restart at the place where version 0.1 wrote it."""
-    run = RunFiles(runs).created()
     run.planned(1, 4)
     for number, seconds in ((1, 10.0), (2, 20.0), (10, 30.0)):
         run.incident(1, 0, FailureKind.WORKER_KILLED, seconds, number=number, role=Role.ROLLOUT)
@@ -420,8 +395,7 @@ def test_several_incidents_of_a_restart_become_separate_rows(store: HistoryStore
     assert final_incident(run.dir.attempt(1)) is None, "what ended the attempt came after the restart"
 
 
-def test_a_rewritten_incident_replaces_the_old_one(store: HistoryStore, runs: Path) -> None:
-    run = RunFiles(runs).created()
+def test_a_rewritten_incident_replaces_the_old_one(store: HistoryStore, run: RunFiles) -> None:
     run.incident(1, 0, FailureKind.HANG, 10, suspect_nodes=("n1", "n2"))
     sync(run.dir, store)
     run.incident(1, 0, FailureKind.HANG, 10, suspect_nodes=("n2",))
@@ -434,38 +408,34 @@ def test_a_rewritten_incident_replaces_the_old_one(store: HistoryStore, runs: Pa
 # Checkpoints, evaluations, nodes
 
 
-def test_a_removed_checkpoint_keeps_its_row(store: HistoryStore, runs: Path) -> None:
-    run = synced(whole_run(runs), store)
-    shutil.rmtree(run.dir.checkpoint(2).root)
-    sync(run.dir, store)
+def test_a_removed_checkpoint_keeps_its_row(store: HistoryStore, known: RunFiles) -> None:
+    shutil.rmtree(known.dir.checkpoint(2).root)
+    sync(known.dir, store)
     question = "SELECT step FROM checkpoints WHERE removed_at IS {} ORDER BY step"
     assert ask(store, question.format("NOT NULL")) == [[2]]
     assert ask(store, question.format("NULL")) == [[4], [8], [10]]
-    run.checkpoint(2, 70, weights="cc")  # made again after a rewind
-    sync(run.dir, store)
+    known.checkpoint(2, 70, weights="cc")  # made again after a rewind
+    sync(known.dir, store)
     assert ask(store, question.format("NOT NULL")) == []
     assert ask(store, "SELECT sha256 FROM weight_versions WHERE version = 2") == [["cc"]]
 
 
-def test_checkpoints_that_cannot_be_listed_are_not_removed(store: HistoryStore, runs: Path) -> None:
-    run = synced(whole_run(runs), store)
-    run.dir.checkpoints_dir.rename(run.dir.root / "elsewhere")
-    sync(run.dir, store)
+def test_checkpoints_that_cannot_be_listed_are_not_removed(store: HistoryStore, known: RunFiles) -> None:
+    known.dir.checkpoints_dir.rename(known.dir.root / "elsewhere")
+    sync(known.dir, store)
     assert ask(store, "SELECT count(*) FROM checkpoints WHERE removed_at IS NOT NULL") == [[0]]
 
 
-def test_an_evaluation_made_again_replaces_the_old_one(store: HistoryStore, runs: Path) -> None:
-    run = synced(whole_run(runs), store)
-    run.evaluation("after", "greedy", 0.5, 99)
-    sync(run.dir, store)
+def test_an_evaluation_made_again_replaces_the_old_one(store: HistoryStore, known: RunFiles) -> None:
+    known.evaluation("after", "greedy", 0.5, 99)
+    sync(known.dir, store)
     assert ask(store, "SELECT value FROM evaluations WHERE when_made = 'after' AND name = 'greedy'") == [[0.5]]
     assert ask(store, "SELECT count(*) FROM evaluation_samples") == [[12]]
 
 
-def test_nodes_show_their_newest_restart(store: HistoryStore, runs: Path) -> None:
-    run = synced(whole_run(runs), store)
-    run.status(1, 0, 99)  # an old file written late
-    sync(run.dir, store)
+def test_nodes_show_their_newest_restart(store: HistoryStore, known: RunFiles) -> None:
+    known.status(1, 0, 99)  # an old file written late
+    sync(known.dir, store)
     assert ask(store, "SELECT node, restart, sequence FROM attempt_nodes WHERE attempt = 1 ORDER BY node") == [
         ["n1", 1, 12],
         ["n2", 1, 12],
@@ -473,9 +443,8 @@ def test_nodes_show_their_newest_restart(store: HistoryStore, runs: Path) -> Non
 
 
 @pytest.mark.parametrize(("kind", "skipped"), [("prebuild", 0), ("control: no such kind", 1)])
-def test_events_of_version_0_1_are_still_read(store: HistoryStore, runs: Path, kind: str, skipped: int) -> None:
+def test_events_of_version_0_1_are_still_read(store: HistoryStore, whole: RunFiles, kind: str, skipped: int) -> None:
     """It compiled a DeepSpeed operation before it started workers."""
-    run = whole_run(runs)
     message = "compiled operations are there after 0.1 s"
     line = {
         "time": at(100).isoformat(),
@@ -485,18 +454,17 @@ def test_events_of_version_0_1_are_still_read(store: HistoryStore, runs: Path, k
         "role": None,
         "data": {"ok": True},
     }
-    with run.dir.attempt(1).restart(0).events("n1").open("a") as file:
+    with whole.dir.attempt(1).restart(0).events("n1").open("a") as file:
         file.write(json.dumps(line) + "\n")
-    assert len(sync(run.dir, store).skipped) == skipped
+    assert len(sync(whole.dir, store).skipped) == skipped
     assert len(ask(store, "SELECT 1 FROM events WHERE kind = 'prebuild'")) == 1 - skipped
 
 
 @pytest.mark.parametrize("is_one_batch", [True, False])
 def test_the_role_of_a_restart_is_that_of_its_counted_workers(
-    store: HistoryStore, runs: Path, is_one_batch: bool
+    store: HistoryStore, run: RunFiles, is_one_batch: bool
 ) -> None:
     """For any batch boundaries: an engine beside the trainers starts, hangs and is killed in between."""
-    run = RunFiles(runs).created()
     events: list[tuple[float, str, Role, dict[str, Any]]] = [
         (1, "role_started", Role.TRAINER, {}),
         (2, "workers_started", Role.ROLLOUT, {"generation": 0}),
@@ -512,59 +480,55 @@ def test_the_role_of_a_restart_is_that_of_its_counted_workers(
     assert ask(store, "SELECT restart, role FROM restarts ORDER BY restart") == [[0, "trainer"], [1, "trainer"]]
 
 
-def test_a_moved_run_directory_is_found_again(store: HistoryStore, runs: Path, tmp_path: Path) -> None:
-    run = synced(whole_run(runs), store)
-    moved = shutil.copytree(run.dir.root, tmp_path / "archive" / run.run_id)
-    sync(type(run.dir)(moved), store)
-    assert queries.run_dir_of(store, run.run_id) == str(moved)
-    assert queries.show_run(store, run.run_id).run["state"] == "completed"
+def test_a_moved_run_directory_is_found_again(store: HistoryStore, known: RunFiles, tmp_path: Path) -> None:
+    moved = shutil.copytree(known.dir.root, tmp_path / "archive" / known.run_id)
+    sync(type(known.dir)(moved), store)
+    assert queries.run_dir_of(store, known.run_id) == str(moved)
+    assert queries.show_run(store, known.run_id).run["state"] == "completed"
 
 
-def test_a_replaced_file_is_read_from_its_beginning(store: HistoryStore, runs: Path) -> None:
+def test_a_replaced_file_is_read_from_its_beginning(store: HistoryStore, known: RunFiles) -> None:
     """Its lines are added to those of the previous file, even if they start at the same offsets."""
-    run = synced(whole_run(runs), store)
-    restart = run.dir.attempt(1).restart(0)
+    restart = known.dir.attempt(1).restart(0)
     count = "SELECT COUNT(*) FROM events WHERE source LIKE '%restarts/0/events-n1.jsonl' AND attempt = 1"
     ((before,),) = ask(store, count)
     events, metrics = restart.events("n1"), restart.metrics
     whole = metrics.read_bytes()
     events.unlink()
     metrics.write_bytes(whole[:-5])  # torn, or not yet visible to another machine: awaited
-    assert sync(run.dir, store).batches == 0
-    run.event(1, 0, "agent_started", 100)
-    run.event(1, 0, "killed", 101)
+    assert sync(known.dir, store).batches == 0
+    known.event(1, 0, "agent_started", 100)
+    known.event(1, 0, "killed", 101)
     metrics.unlink()
-    run.metrics(1, 0, 9, 110)
-    report = sync(run.dir, store)
+    known.metrics(1, 0, 9, 110)
+    report = sync(known.dir, store)
     assert report.skipped == []
     ((after,),) = ask(store, count)
     assert after == before + 2
     steps = ask(store, "SELECT DISTINCT step FROM metrics WHERE attempt = 1 AND restart = 0 ORDER BY step")
     assert steps == [[1], [2], [3], [4], [9]]
-    assert sync(run.dir, store) == SyncReport()
+    assert sync(known.dir, store) == SyncReport()
     events.unlink()
-    run.event(1, 0, "agent_started", 200)
-    sync(run.dir, store)
+    known.event(1, 0, "agent_started", 200)
+    sync(known.dir, store)
     assert ask(store, count) == [[after + 1]]
 
 
-def test_links_to_nothing_hide_no_news(runs: Path) -> None:
+def test_links_to_nothing_hide_no_news(whole: RunFiles) -> None:
     """They are listed before the journal in some order of the folder, whichever it is."""
-    run = whole_run(runs)
     for number in range(50):
-        (run.dir.root / f"link-{number}").symlink_to("removed")
-    before = files_digest(run.dir)
-    run.moved(RunState.QUEUED, 100)
-    assert files_digest(run.dir) != before
+        (whole.dir.root / f"link-{number}").symlink_to("removed")
+    before = files_digest(whole.dir)
+    whole.moved(RunState.QUEUED, 100)
+    assert files_digest(whole.dir) != before
 
 
-def test_a_restored_file_adds_no_duplicate_rows(store: HistoryStore, runs: Path) -> None:
-    run = synced(whole_run(runs), store)
+def test_a_restored_file_adds_no_duplicate_rows(store: HistoryStore, known: RunFiles) -> None:
     before = dump(store)
-    path = run.dir.attempt(1).restart(0).events("n1")
+    path = known.dir.attempt(1).restart(0).events("n1")
     content = path.read_bytes()
     path.unlink()
-    assert sync(run.dir, store).batches == 0
+    assert sync(known.dir, store).batches == 0
     path.write_bytes(content)
-    assert sync(run.dir, store).batches == 0
+    assert sync(known.dir, store).batches == 0
     assert dump(store)["events"] == before["events"]

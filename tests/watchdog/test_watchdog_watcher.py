@@ -42,6 +42,14 @@ def run_dir(tmp_path: Path) -> RunDir:
     return make_run(tmp_path / "runs")
 
 
+@pytest.fixture
+def agent(run_dir: RunDir) -> FakeAgent:
+    """The agent of attempt 1, which has begun; its incidents are at step 3."""
+    agent = FakeAgent(run_dir)
+    agent.begin()
+    return agent
+
+
 def placed(run_dir: RunDir, attempt: int = 1, step: int = 0) -> Placement:
     placement = Placement(attempt=attempt, num_nodes=1, phases=(), resumed_from_step=step)
     write_model(run_dir.attempt(attempt).placement, placement)
@@ -267,9 +275,7 @@ def out_of_memory(run_dir: RunDir, spec: RunSpec, **about: Any) -> Decision:
     return explained(run_dir, spec).decision
 
 
-def test_a_failure_is_explained_by_the_agents_incident(run_dir: RunDir) -> None:
-    agent = FakeAgent(run_dir)
-    agent.begin()
+def test_a_failure_is_explained_by_the_agents_incident(run_dir: RunDir, agent: FakeAgent) -> None:
     agent.fail(FailureKind.HANG, message="rank 1 hung")
     failure = explain(run_dir, ended(run_dir), make_spec(), first_attempt=1, chance=lambda: 0.5)
     assert failure.kind is FailureKind.HANG
@@ -281,12 +287,10 @@ def test_a_failure_is_explained_by_the_agents_incident(run_dir: RunDir) -> None:
 
 @pytest.mark.parametrize(("decided", "follows"), [(Action.STOP, Action.STOP), (Action.NEW_ATTEMPT, Action.NEW_ATTEMPT)])
 def test_an_unknown_failure_that_the_agents_saw_recur_is_not_retried(
-    run_dir: RunDir, decided: Action, follows: Action
+    run_dir: RunDir, agent: FakeAgent, decided: Action, follows: Action
 ) -> None:
     """The attempt that just ended is the only one: its agents restarted in place once."""
     placed(run_dir, 1)
-    agent = FakeAgent(run_dir)
-    agent.begin()
     agent.incident(FailureKind.UNKNOWN, fingerprint="abc")
     write_model(run_dir.attempt(1).restart(0).decision(0), decision_of(decided))
     agent.end(AttemptState.FAILED, FailureKind.UNKNOWN, "it crashed")
@@ -399,9 +403,7 @@ def test_out_of_memory_before_the_first_step_is_not_remedied_by_what_a_step_take
     assert ("use more or larger GPUs" in decision.reason) is (phase == "setup")
 
 
-def test_a_loss_that_is_not_finite_goes_back_one_checkpoint_and_only_once(run_dir: RunDir) -> None:
-    agent = FakeAgent(run_dir)
-    agent.begin()
+def test_a_loss_that_is_not_finite_goes_back_one_checkpoint_and_only_once(run_dir: RunDir, agent: FakeAgent) -> None:
     agent.checkpoint(2)
     agent.end(AttemptState.FAILED, FailureKind.NON_FINITE, "loss is nan")
     snapshot = ended(run_dir)
@@ -417,9 +419,9 @@ def test_a_loss_that_is_not_finite_goes_back_one_checkpoint_and_only_once(run_di
     assert explain(run_dir, snapshot, off, first_attempt=1).decision.action is Action.STOP
 
 
-def test_training_that_learned_nothing_goes_back_to_before_the_window_and_only_once(run_dir: RunDir) -> None:
-    agent = FakeAgent(run_dir)  # its incidents are at step 3
-    agent.begin()
+def test_training_that_learned_nothing_goes_back_to_before_the_window_and_only_once(
+    run_dir: RunDir, agent: FakeAgent
+) -> None:
     for step in (1, 2, 3):
         agent.checkpoint(step)
     agent.fail(FailureKind.DEGENERATE_RL, message="nothing is learned")
@@ -431,9 +433,7 @@ def test_training_that_learned_nothing_goes_back_to_before_the_window_and_only_o
     assert "change the reward or the config" in again.reason
 
 
-def test_a_rule_of_health_may_stop_the_run_at_once(run_dir: RunDir) -> None:
-    agent = FakeAgent(run_dir)
-    agent.begin()
+def test_a_rule_of_health_may_stop_the_run_at_once(run_dir: RunDir, agent: FakeAgent) -> None:
     for step in (1, 2, 3):
         agent.checkpoint(step)
     agent.fail(FailureKind.DEGENERATE_RL, message="nothing is learned", health_rule="frozen")
@@ -479,13 +479,11 @@ def test_agents_report_how_they_ended_and_the_scheduler_why(
     assert (verdict.state, verdict.failure_kind) == (state, kind)
 
 
-def test_a_failed_job_was_not_preempted_and_srun_names_the_agent(run_dir: RunDir) -> None:
+def test_a_failed_job_was_not_preempted_and_srun_names_the_agent(run_dir: RunDir, agent: FakeAgent) -> None:
     """Slurm ends the remaining agents with the signal that also announces a preemption.
 
     With the control of a preemption.
     """
-    agent = FakeAgent(run_dir)
-    agent.begin()
     agent.end(AttemptState.PREEMPTED, None, "saved a checkpoint and ended early: SIGTERM")
     write_job_log(run_dir, "srun: error: n3: task 2: Killed\nsrun: Terminating StepId=7.0\n")
     for word, kind, suspects in (("FAILED", FailureKind.AGENT_KILLED, ("n3",)), ("COMPLETED", "preemption", None)):
@@ -524,9 +522,7 @@ def test_a_job_cancelled_by_a_user_is_not_lost() -> None:
     assert judge(JobStatus(JobState.ENDED, SLURM, scheduler_state="FAILED"), None, 1000.0).state is AttemptState.LOST
 
 
-def test_a_node_lost_by_slurm_is_blamed_even_if_it_is_back(run_dir: RunDir) -> None:
-    agent = FakeAgent(run_dir)
-    agent.begin()
+def test_a_node_lost_by_slurm_is_blamed_even_if_it_is_back(run_dir: RunDir, agent: FakeAgent) -> None:
     agent.end(AttemptState.PREEMPTED, None, "saved a checkpoint and ended early")
     write_job_log(run_dir, "srun: error: Node failure on node2\n")
     snapshot = ended(run_dir)
