@@ -103,9 +103,6 @@ class EngineControl(Protocol):
     def receive(self, offer: Offer) -> Receipt:
         """Have the engine receive a version."""
 
-    def is_ready(self, version: int) -> bool:
-        """True if the engine is alive and has this version staged."""
-
     def commit(self, version: int) -> float:
         """Have the engine load its staged version; returns the seconds that this took."""
 

@@ -101,17 +101,13 @@ class Receiver:
             text = f"{self.name} gave up version {offer.manifest.version}: a later transfer has begun"
             raise WeightSyncFailed(text, self.name)
 
-    def is_ready(self, version: int) -> bool:
-        """True if this version is staged."""
-        return self._staged is not None and self._staged.receipt.version == version
-
     def commit(self, version: int) -> StagedVersion:
         """Make the staged version the active one; the caller then loads it.
 
         Raises:
             WeightSyncFailed: another version is staged, or none.
         """
-        if self._staged is None or not self.is_ready(version):
+        if self._staged is None or self._staged.receipt.version != version:
             found = "none" if self._staged is None else f"version {self._staged.receipt.version}"
             raise WeightSyncFailed(f"{self.name} has {found} staged, expected version {version}", self.name)
         self._base, self._staged, self.version = self._staged, None, version
@@ -119,7 +115,7 @@ class Receiver:
 
     def abort(self, version: int) -> None:
         """Drop a staged version. Does nothing if it is not staged."""
-        if self.is_ready(version):
+        if self._staged is not None and self._staged.receipt.version == version:
             self._staged = None
 
     def _receive_whole(self, offer: Offer, beat: Beat) -> tuple[Manifest, Tensor, str]:

@@ -28,9 +28,9 @@ def synchronize(
 ) -> WeightSyncReport:
     """Commit a version on all engines, or on none.
 
-    No engine is told to commit before every engine has staged and verified the version and has confirmed this once
-    more. An engine that is lost between its confirmation and its commit is named in the report: the version is active
-    on the others, and this engine has none, as it has to be restarted.
+    No engine is told to commit before every engine has staged and verified the version. An engine that is lost between
+    its receipt and its commit is named in the report: the version is active on the others, and this engine has none, as
+    it has to be restarted.
 
     Args:
         weights, is_alone: see :meth:`Sender.offer`.
@@ -45,7 +45,6 @@ def synchronize(
         transfer = sender.offer(version, tensors, weights, names, beat, is_alone=is_alone)
         try:
             receipts = _staged(transfer, engines, pool, beat)
-            _require_ready(engines, version, pool, beat)
         except BaseException:
             _outcomes(engines, lambda engine: engine.abort(version), pool, beat)  # whatever those say that are lost
             raise
@@ -122,14 +121,6 @@ def _failure_of(failures: Mapping[str, Exception], senders: Collection[str]) -> 
     return WeightSyncFailed(
         f"{text}{f' ({others})' if others else ''}", name, tuple(one for one in failed if one != name)
     )
-
-
-def _require_ready(engines: Sequence[EngineControl], version: int, pool: ThreadPoolExecutor, beat: Beat) -> None:
-    answers, failures = _outcomes(engines, lambda engine: engine.is_ready(version), pool, beat)
-    for engine in engines:
-        if not answers.get(engine.name, False):
-            reason = failures.get(engine.name, f"it no longer has version {version} staged")
-            raise WeightSyncFailed(f"{engine.name} was lost before the commit: {reason}", engine.name)
 
 
 def _outcomes(

@@ -125,8 +125,6 @@ def serve(pipe: Connection, receiver: Receiver, address: str) -> None:
             model = zeros(MODELS[argument])
         elif command == "receive":
             answer = receiver.receive(Offer.model_validate_json(argument), lambda: None).receipt
-        elif command == "is_ready":
-            answer = receiver.is_ready(argument)
         elif command == "commit":
             begin = time.perf_counter()
             for key, tensor in receiver.commit(argument).tensors():
@@ -171,9 +169,6 @@ class RemoteEngine:
     def receive(self, offer: Offer) -> Receipt:
         receipt: Receipt = self.ask("receive", offer.model_dump_json())
         return receipt
-
-    def is_ready(self, version: int) -> bool:
-        return bool(self.ask("is_ready", version))
 
     def commit(self, version: int) -> float:
         seconds: float = self.ask("commit", version)

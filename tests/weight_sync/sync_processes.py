@@ -102,8 +102,6 @@ def _answer(own: receiver.Receiver, active_weights: dict[str, str], faults: Faul
         if faults.refuses and offer.manifest.version == 1:
             raise WeightSyncFailed(f"{own.name} has no room", own.name)
         return own.receive(offer, _beat_with(faults if offer.manifest.version == 1 else Faults())).receipt
-    if command == "is_ready":
-        return own.is_ready(argument)
     if command == "commit":
         if faults.die_before_commit and argument == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -236,9 +234,6 @@ class EngineProcess:
     def receive(self, offer: Offer) -> Receipt:
         receipt: Receipt = self._call("receive", offer.model_dump_json())
         return receipt
-
-    def is_ready(self, version: int) -> bool:
-        return bool(self._call("is_ready", version))
 
     def commit(self, version: int) -> float:
         seconds: float = self._call("commit", version)

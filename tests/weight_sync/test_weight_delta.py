@@ -13,6 +13,7 @@ from sync_processes import (
     Faults,
     Fleet,
     beat,
+    blames,
     digests,
     layout_of,
     new_sender,
@@ -173,7 +174,8 @@ def test_a_delta_with_another_result_is_refused_and_the_whole_weights_follow(tmp
     wrong = delta.manifest.model_copy(update={"result_digest": first.receipt.digest})
     with pytest.raises(WeightSyncFailed, match="after the delta, expected"):
         engine.receive(delta.model_copy(update={"manifest": wrong}), beat)
-    assert not engine.is_ready(1)
+    with pytest.raises(WeightSyncFailed, match="has none staged"):
+        engine.commit(1)
     with pytest.raises(WeightSyncFailed, match="engine-1 has no version as base"):
         engine.receive(delta, beat)
     (again,) = sent(1, new).offers
@@ -193,13 +195,13 @@ def _row(manifest: Manifest, weights: Iterable[tuple[str, Tensor]]) -> Tensor:
 
 
 def test_an_aborted_delta_leaves_the_old_version_in_force(fleet: Fleet) -> None:
-    engines = fleet.start(2, {2: Faults(die_after_receipt=True)})
+    engines = fleet.start(2, {2: Faults(die_at_bucket=1)})
     encoder = DeltaEncoder(full_every=50)
     sender = new_sender(delta=encoder)
     weights = odd_weights(0)
     sync(sender, fleet.engines, 0, weights)
     new = changed(weights)
-    with pytest.raises(WeightSyncFailed, match="engine-2 was lost before the commit"):
+    with pytest.raises(WeightSyncFailed, check=blames("engine-2")):
         sync(sender, fleet.engines, 1, new)
     assert engines[0].active_weights() == (0, digests(weights))
     fleet.engines.pop().end()

@@ -106,6 +106,7 @@ def test_a_transfer_that_ends_late_stages_nothing(monkeypatch: pytest.MonkeyPatc
             way.may_end.set()
         with pytest.raises(WeightSyncFailed, match="a later transfer has begun"):
             early.result()
-    assert not engine.is_ready(1)
+    with pytest.raises(WeightSyncFailed, match="has none staged"):
+        engine.commit(1)
     engine.receive(offer_of(Transport.FILES), beat)
     assert dict(engine.commit(1).tensors())["weight"].tolist() == [2.0] * 64

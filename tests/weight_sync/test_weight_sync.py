@@ -65,32 +65,14 @@ def test_an_engine_that_stands_still_is_named_and_what_it_sends_later_harms_noth
     assert [engine.active_weights() for engine in others] == [(1, digests(NEW))] * 2
 
 
-def test_an_engine_that_dies_after_its_receipt_leaves_the_old_version_everywhere(fleet: Fleet) -> None:
-    engines, sender = fleet.start(3, {2: Faults(die_after_receipt=True)}), new_sender()
-    sync(sender, engines, 0, OLD)
-    with pytest.raises(WeightSyncFailed, match="before the commit", check=blames("engine-2")):
-        sync(sender, engines, 1, NEW)
-    assert [engine.active_weights() for engine in living(engines, "engine-2")] == [(0, digests(OLD))] * 2
-
-
-def test_without_asking_once_more_half_the_engines_would_have_the_new_version(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Negative control of the test above."""
-    monkeypatch.setattr("rlhf_core.weight_sync.session._require_ready", lambda *_: None)
-    engines, sender = fleet.start(3, {2: Faults(die_after_receipt=True)}), new_sender()
-    sync(sender, engines, 0, OLD)
-    report = sync(sender, engines, 1, NEW)
-    assert set(report.lost) == {"engine-2"}
-    assert [engine.active_weights()[0] for engine in living(engines, "engine-2")] == [1, 1]
-
-
-def test_an_engine_that_dies_at_its_commit_is_lost_and_has_nothing_in_force(fleet: Fleet) -> None:
-    engines, sender = fleet.start(3, {2: Faults(die_before_commit=True)}), new_sender()
+@pytest.mark.parametrize("fault", [Faults(die_after_receipt=True), Faults(die_before_commit=True)])
+def test_an_engine_that_dies_after_its_receipt_is_lost_and_has_nothing_in_force(fleet: Fleet, fault: Faults) -> None:
+    engines, sender = fleet.start(3, {2: fault}), new_sender()
     sync(sender, engines, 0, OLD)
     report = sync(sender, engines, 1, NEW)
     assert set(report.lost) == {"engine-2"}
     assert set(report.applied) == {"engine-1", "engine-3"}
+    assert [engine.active_weights() for engine in living(engines, "engine-2")] == [(1, digests(NEW))] * 2
     engines[1].restart()
     sync(sender, engines, 2, OLD)
     assert [engine.active_weights() for engine in engines] == [(2, digests(OLD))] * 3

@@ -1,7 +1,6 @@
 """A trainer rank's connection to one engine."""
 
 import contextlib
-import json
 from collections.abc import AsyncIterator, MutableMapping
 
 import httpx
@@ -162,10 +161,6 @@ class HttpEngineControl:
         receipt = Receipt.model_validate_json(self._post("/weights/receive", offer))
         self._digest = receipt.digest
         return receipt
-
-    def is_ready(self, version: int) -> bool:
-        """True if the engine is alive and has this version staged."""
-        return bool(json.loads(self._client.request(self._http, "GET", f"/weights/ready?version={version}")))
 
     def commit(self, version: int) -> float:
         """Have the engine load the staged weights, and let it serve once its outputs match them.

@@ -3,7 +3,6 @@
     GET  /health            EngineHealth
     POST /sample            SampleRequest -> SampledPrompt or EngineRefusal, one per line, as they finish
     POST /weights/receive   Offer -> Receipt, once the weights are staged and verified
-    GET  /weights/ready     ?version=: true if this version is staged
     POST /weights/commit    CommitRequest -> Committed
     POST /weights/confirm   WeightsId: the probe matched, they become current
     POST /weights/refuse    WeightsRefused: the probe did not match; an engine refused repeatedly exits
@@ -125,7 +124,6 @@ def _application(handlers: "_Handlers") -> Starlette:
             Route("/health", handlers.health),
             Route("/sample", handlers.sample, methods=["POST"]),
             Route("/weights/receive", handlers.receive, methods=["POST"]),
-            Route("/weights/ready", handlers.ready),
             Route("/weights/commit", handlers.commit, methods=["POST"]),
             Route("/weights/confirm", handlers.confirm, methods=["POST"]),
             Route("/weights/refuse", handlers.refuse, methods=["POST"]),
@@ -200,9 +198,6 @@ class _Handlers:
                     offer.receiver,
                 )
         return receiving.result().receipt
-
-    async def ready(self, request: Request) -> Response:
-        return JSONResponse(self._receiver.is_ready(int(request.query_params["version"])))
 
     async def commit(self, request: Request) -> Response:
         commit_request = CommitRequest.model_validate_json(await request.body())
