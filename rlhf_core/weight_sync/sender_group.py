@@ -1,6 +1,6 @@
 """The trainer ranks that send weights, each its share, and the messages between them.
 
-    first sender (sender.Sender)                              others (further_sender.FurtherSender)
+    first sender (sender.Sender)                              others (sender.FurtherSender)
     publish_version(announcement)  ------------------------>  await_version()
          <---------------------------------------- chain ---  send_chain(chain)
                                                               ... both send their shares, each over its chain

@@ -7,8 +7,7 @@ from typing import TypeVar
 from rlhf_core.errors import WeightSyncFailed
 from rlhf_core.schemas.weight_sync import Receipt, TensorEntry, WeightSyncReport
 from rlhf_core.weight_sync.base import Beat, EngineControl, Weights, require_agreement
-from rlhf_core.weight_sync.sender import Sender
-from rlhf_core.weight_sync.transfer import Transfer
+from rlhf_core.weight_sync.sender import Sender, Transfer
 
 BEAT_INTERVAL_S = 0.5
 """Seconds between two beats while engines are waited for."""

@@ -29,10 +29,9 @@ from rlhf_core.schemas.weight_sync import Offer, Receipt
 from rlhf_core.weight_sync.base import Outgoing
 from rlhf_core.weight_sync.broadcast import BroadcastOutgoing
 from rlhf_core.weight_sync.delta import DeltaEncoder
-from rlhf_core.weight_sync.further_sender import FurtherSender
 from rlhf_core.weight_sync.layout import entries_of
 from rlhf_core.weight_sync.receiver import Receiver
-from rlhf_core.weight_sync.sender import Sender
+from rlhf_core.weight_sync.sender import FurtherSender, Sender
 from rlhf_core.weight_sync.sender_group import SenderGroup
 from rlhf_core.weight_sync.session import synchronize
 from rlhf_core.weight_sync.shared_memory import SharedMemoryOutgoing

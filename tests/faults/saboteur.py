@@ -351,7 +351,7 @@ def _patch_sync() -> None:
     The fault strikes at its step or the first one after it with a sync: an evaluation has given the engines the
     weights.
     """
-    from rlhf_core.weight_sync.transfer import Transfer
+    from rlhf_core.weight_sync.sender import Transfer
 
     plain = Transfer.send
 

@@ -16,9 +16,8 @@ from torch import Tensor
 from rlhf_core.schemas.weight_sync import LinkBackend, WeightSyncReport
 from rlhf_core.weight_sync import broadcast, gpu_links
 from rlhf_core.weight_sync.broadcast import BroadcastOutgoing
-from rlhf_core.weight_sync.further_sender import FurtherSender
 from rlhf_core.weight_sync.links import GlooLink, Pending, listen, reach
-from rlhf_core.weight_sync.sender import Sender
+from rlhf_core.weight_sync.sender import FurtherSender, Sender
 from rlhf_core.weight_sync.sender_group import SenderGroup
 from rlhf_core.weight_sync.session import synchronize
 

@@ -29,8 +29,8 @@ from rlhf_core.weight_sync.delta import DeltaEncoder, apply_delta, decode_places
 from rlhf_core.weight_sync.files import FilesOutgoing
 from rlhf_core.weight_sync.layout import WHOLE, packed, tensors_of
 from rlhf_core.weight_sync.receiver import Receiver
+from rlhf_core.weight_sync.sender import Transfer
 from rlhf_core.weight_sync.session import synchronize
-from rlhf_core.weight_sync.transfer import Transfer
 
 pytestmark = pytest.mark.training
 

@@ -14,12 +14,10 @@ from torch import Tensor
 from rlhf_core.errors import WeightSyncFailed
 from rlhf_core.schemas.weight_sync import LinkBackend, Manifest
 from rlhf_core.weight_sync import gpu_links
-from rlhf_core.weight_sync.further_sender import rotated
 from rlhf_core.weight_sync.layout import Share, checksum, digest_of, merged, packed
-from rlhf_core.weight_sync.sender import Participants, Sender
+from rlhf_core.weight_sync.sender import Sender, Transfer, rotated
 from rlhf_core.weight_sync.sender_group import sender_ranks
 from rlhf_core.weight_sync.session import culprit
-from rlhf_core.weight_sync.transfer import Transfer
 
 pytestmark = pytest.mark.training
 
@@ -164,7 +162,7 @@ def test_without_a_check_of_the_participants_the_next_version_would_be_lost(
     trainers[0].sender.reset()
     trainers[0].sync(engines, 0, seed=0, is_alone=True)
     sender = trainers[0].sender
-    monkeypatch.setattr(sender, "_settled", Participants(("trainer-0", "trainer-1"), ("engine-1",)))
+    monkeypatch.setattr(sender, "_settled", (("trainer-0", "trainer-1"), ("engine-1",)))
     with pytest.raises(WeightSyncFailed, match="engine-1 has no links of this session"):
         trainers[0].sync(engines, 1, seed=1)
     trainers[0].sync(engines, 2, seed=2)

@@ -19,11 +19,10 @@ from rlhf_core.weight_sync.base import Beat, Outgoing
 from rlhf_core.weight_sync.broadcast import BroadcastOutgoing
 from rlhf_core.weight_sync.delta import DeltaEncoder
 from rlhf_core.weight_sync.files import FilesOutgoing
-from rlhf_core.weight_sync.further_sender import FurtherSender
 from rlhf_core.weight_sync.gpu import has_nccl
 from rlhf_core.weight_sync.layout import entries_of
 from rlhf_core.weight_sync.links import listen, numeric, reach
-from rlhf_core.weight_sync.sender import Sender
+from rlhf_core.weight_sync.sender import FurtherSender, Sender
 from rlhf_core.weight_sync.sender_group import SenderGroup, sender_ranks
 from rlhf_core.weight_sync.session import synchronize
 from rlhf_core.weight_sync.shared_memory import SharedMemoryOutgoing

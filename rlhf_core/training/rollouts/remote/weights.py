@@ -23,7 +23,7 @@ from rlhf_core.training.rollouts.remote.registry import EngineRegistry
 from rlhf_core.training.rollouts.remote.senders import WeightPublisher, give_along, join_senders, outgoing_of
 from rlhf_core.training.rollouts.weight_probe import ProbeAnswer, WeightProbe, probe_of
 from rlhf_core.training.types import WorkerContext
-from rlhf_core.weight_sync.further_sender import FurtherSender
+from rlhf_core.weight_sync.sender import FurtherSender
 
 Answer = TypeVar("Answer")
 
