@@ -44,7 +44,7 @@ from rlhf_core.training.environments.rollout_steps import RolloutSteps
 from rlhf_core.training.environments.server import TurnRequest
 from rlhf_core.training.environments.turn_source import TurnSource
 from rlhf_core.training.rewards.functions import reward_arguments
-from rlhf_core.training.rewards.process import MARK_VARIABLE, start_marked
+from rlhf_core.training.rewards.process import MARK_VARIABLE, UserProcess
 from rlhf_core.training.rewards.scoring import Scores
 from rlhf_core.training.rollouts.base import PromptSource, PromptTask, Sampling, completion_of
 from rlhf_core.training.rollouts.seeds import derived_seed, sample_seed
@@ -290,9 +290,9 @@ def test_processes_outlive_the_thread_that_needed_them() -> None:
         def ask_again() -> Any:
             assert pool.ask(requests, no_beat)[0]["failure"] == "ended its process"
             found = pool.ask(requests, no_beat)
-            process, connection, _ = start_marked(MORTAL)
-            connection.recv(1)
-            return found, process
+            process = UserProcess(MORTAL)
+            process.connection.recv(1)
+            return found, process.popen
 
         found, own = thread.submit(ask_again).result()
         thread.shutdown()

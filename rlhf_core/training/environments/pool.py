@@ -8,30 +8,21 @@ ones are forked.
 """
 
 import contextlib
-import json
 import os
 import selectors
 import signal
 import socket
-import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from rlhf_core.errors import BadConfig
 from rlhf_core.schemas.rollouts import TurnsSpec
 from rlhf_core.training.environments.server import TurnRequest
-from rlhf_core.training.rewards.process import (
-    LOAD_TIMEOUT_S,
-    POLL_INTERVAL_S,
-    end_with_descendants,
-    packed,
-    start_marked,
-)
-from rlhf_core.training.rewards.worker import HEADER
+from rlhf_core.training.rewards.process import LOAD_TIMEOUT_S, POLL_INTERVAL_S, Messages, UserProcess
 
 SIDE_BY_SIDE = 64
 """Maximum number of rollouts that are answered at the same time."""
@@ -53,13 +44,13 @@ class _Process:
     """Connection to a forked process."""
 
     connection: socket.socket
-    server: "subprocess.Popen[bytes] | None" = None
+    messages: Messages
+    server: UserProcess
     """The first process that forked it."""
     pid: int = 0
+    """Its first message; 0 before that."""
     deadline: float = 0.0
     limit_s: float = 0.0
-    unsent: memoryview = field(default_factory=lambda: memoryview(b""))
-    received: bytearray = field(default_factory=bytearray)
 
 
 class EnvironmentPool:
@@ -86,9 +77,7 @@ class EnvironmentPool:
         self._others: list[EnvironmentPool] = []
         # A process dies with the thread that started it, and a rollout ahead of training has a short-lived thread.
         self._starter = ThreadPoolExecutor(1, "environments")
-        self._server: subprocess.Popen[bytes] | None = None
-        self._connection: socket.socket | None = None
-        self._mark = ""
+        self._server: UserProcess | None = None
         self._is_loaded = False
         if spec.are_used:
             self._start()
@@ -96,7 +85,7 @@ class EnvironmentPool:
     @property
     def pid(self) -> int | None:
         """Id of the first process; None once it has been ended."""
-        return self._server.pid if self._server is not None else None
+        return self._server.popen.pid if self._server is not None else None
 
     def await_loaded(self, beat: Callable[[], None]) -> None:
         """Wait until the functions are imported.
@@ -104,7 +93,7 @@ class EnvironmentPool:
         Raises:
             BadConfig: one of them cannot be imported.
         """
-        if self._server is None or self._server.poll() is not None:
+        if self._server is None or self._server.popen.poll() is not None:
             # The processes of rollouts ended with it. Their connections tell that to those that wait for an answer, and
             # to those whose environments they had: another process would begin these without a reset.
             self._has_lost = True
@@ -172,7 +161,7 @@ class EnvironmentPool:
             self._send_next(beat)
         for key, events in self._selector.select(wait_s):
             process = self._active[key.data]
-            if events & selectors.EVENT_WRITE and _send(process):
+            if events & selectors.EVENT_WRITE and process.messages.flush():
                 self._selector.modify(process.connection, selectors.EVENT_READ, key.data)
             if events & selectors.EVENT_READ and (reply := _received(process)) is not None:
                 replies[key.data] = self._finish(key.data, reply)
@@ -197,9 +186,9 @@ class EnvironmentPool:
         if not self._has_lost:
             return
         self._forget()
-        if self._connection is not None:
+        if self._server is not None:
             with contextlib.suppress(OSError):
-                self._connection.sendall(b"e")
+                self._server.connection.sendall(b"e")
             if self._served(FORK_TIMEOUT_S, beat).get("failure"):
                 self._end()
 
@@ -226,25 +215,20 @@ class EnvironmentPool:
 
     def _end_server(self) -> None:
         if self._server is not None:
-            end_with_descendants(self._server, self._mark)
+            self._server.end()
             self._server = None
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
         self._is_loaded = False
 
     def _start(self) -> None:
         functions = self._spec.model_dump_json(include={"tools", "environment", "parser"})
-        started = self._starter.submit(start_marked, _START, functions, output=self._output)
-        self._server, self._connection, self._mark = started.result()
+        self._server = self._starter.submit(UserProcess, _START, functions, output=self._output).result()
 
     def _send_next(self, beat: Callable[[], None]) -> None:
         number, request, limit_s = self._waiting.popleft()
         self._active[number] = process = self._process(number, beat)
         process.limit_s, process.deadline = limit_s, time.monotonic() + limit_s
-        process.unsent = memoryview(packed(request))
-        is_sent = _send(process)
-        events = selectors.EVENT_READ if is_sent else selectors.EVENT_READ | selectors.EVENT_WRITE
+        process.messages.put(request)
+        events = selectors.EVENT_READ if process.messages.flush() else selectors.EVENT_READ | selectors.EVENT_WRITE
         self._selector.register(process.connection, events, number)
 
     def _finish(self, number: int, reply: Reply) -> Reply:
@@ -267,12 +251,12 @@ class EnvironmentPool:
 
     def _forked(self, beat: Callable[[], None]) -> _Process:
         self.await_loaded(beat)
-        assert self._connection is not None
+        assert self._server is not None
         own, other = socket.socketpair()
         own.setblocking(False)
         with other, contextlib.suppress(OSError):  # without its process, the request is lost
-            socket.send_fds(self._connection, [b"b"], [other.fileno()])
-        return _Process(own, self._server)
+            socket.send_fds(self._server.connection, [b"b"], [other.fileno()])
+        return _Process(own, Messages(own), self._server)
 
     def _forget(self) -> None:
         """Close the connections to all forked processes, which end at that."""
@@ -287,17 +271,17 @@ class EnvironmentPool:
         self._has_lost = True
         process.connection.close()
         # The first process only reaps once all are ended.
-        if process.pid and process.server is not None and process.server.poll() is None:
+        if process.pid and process.server.popen.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
 
     def _served(self, timeout_s: float, beat: Callable[[], None]) -> Reply:
         """Next message of the first process."""
-        assert self._connection is not None
-        process = _Process(self._connection, pid=-1)
+        assert self._server is not None
+        process = _Process(self._server.connection, self._server.messages, self._server, self._server.popen.pid)
         deadline = time.monotonic() + timeout_s
         with selectors.DefaultSelector() as selector:
-            selector.register(self._connection, selectors.EVENT_READ)
+            selector.register(process.connection, selectors.EVENT_READ)
             while time.monotonic() < deadline:
                 beat()
                 if selector.select(POLL_INTERVAL_S) and (reply := _received(process)) is not None:
@@ -305,40 +289,18 @@ class EnvironmentPool:
         return _lost(f"did not respond within {timeout_s:.3g} s")
 
 
-def _send(process: _Process) -> bool:
-    """Send what fits into the connection; True once nothing is left to send. A connection that is closed has nothing
-    left: reading from it tells."""
-    try:
-        process.unsent = process.unsent[process.connection.send(process.unsent) :]
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    return not process.unsent
-
-
 def _received(process: _Process) -> Reply | None:
     """Read what has arrived; returns the next message once it is whole, after the id of the process."""
     try:
-        part = process.connection.recv(1 << 20)
-    except OSError:
-        part = b""
-    if not part:
+        process.messages.fill()
+        while (message := process.messages.next()) is not None:
+            if process.pid:
+                return message
+            process.pid = int(message["pid"])
+    except EOFError:
         return _lost("ended its process")
-    process.received += part
-    while len(process.received) >= HEADER.size:
-        end = HEADER.size + HEADER.unpack_from(process.received)[0]
-        if len(process.received) < end:
-            return None
-        body = bytes(process.received[HEADER.size : end])
-        del process.received[:end]
-        try:
-            message: Reply = json.loads(body)
-        except ValueError:
-            return _lost("wrote to the connection of its process")
-        if process.pid:
-            return message
-        process.pid = int(message["pid"])
+    except ValueError:
+        return _lost("wrote to the connection of its process")
     return None
 
 

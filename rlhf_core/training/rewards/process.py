@@ -57,16 +57,13 @@ class RewardProcess:
             paths: ``module:function`` of each function that may be called.
         """
         self._paths = tuple(dict.fromkeys(paths))
-        self._connection: socket.socket | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._mark = ""
         self._unread: list[str] = []
-        self._start()
+        self._process: UserProcess | None = self._started()
 
     @property
     def pid(self) -> int | None:
         """Id of the process; None after one was ended, until the next call."""
-        return self._process.pid if self._process is not None else None
+        return self._process.popen.pid if self._process is not None else None
 
     def call(
         self,
@@ -90,7 +87,7 @@ class RewardProcess:
         """
         self.await_loaded(beat)
         try:
-            answer = self._exchange(CallRequest(path, arguments, seed), timeout_s, beat)
+            answer = self._answer(CallRequest(path, arguments, seed), timeout_s, beat)
         except _NoAnswer as failure:
             return RewardCall(failure=str(failure), returned=False)
         problems = {int(index): problem for index, problem in answer.get("problems", {}).items()}
@@ -103,11 +100,11 @@ class RewardProcess:
             BadConfig: one of them cannot be imported.
         """
         if self._process is None:
-            self._start()
+            self._process = self._started()
         while self._unread:
             path = self._unread[0]
             try:
-                answer = self._receive(time.monotonic() + LOAD_TIMEOUT_S, LOAD_TIMEOUT_S, beat)
+                answer = self._answer(None, LOAD_TIMEOUT_S, beat)
             except _NoAnswer as reason:
                 text = f"reward function {path}: its import {reason}; check what its module does on import"
                 raise BadConfig(text) from None
@@ -120,88 +117,63 @@ class RewardProcess:
     def close(self) -> None:
         """End the process with everything its functions started."""
         if self._process is not None:
-            end_with_descendants(self._process, self._mark)
+            self._process.end()
             self._process = None
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
 
-    def _start(self) -> None:
-        self._process, own, self._mark = start_marked(_START)
-        own.setblocking(False)
-        self._connection = own
+    def _started(self) -> "UserProcess":
+        process = UserProcess(_START)
+        process.connection.setblocking(False)
         self._unread = list(self._paths)
         for path in self._paths:  # a few hundred bytes, which fit into any socket buffer
-            own.sendall(packed(CallRequest(path)))
+            process.connection.sendall(packed(CallRequest(path)))
+        return process
 
-    def _exchange(self, request: CallRequest, timeout_s: float, beat: Callable[[], None]) -> dict[str, Any]:
-        """Send a request and return the answer.
+    def _answer(self, request: CallRequest | None, timeout_s: float, beat: Callable[[], None]) -> dict[str, Any]:
+        """Send a request, if there is one, and return the next answer.
 
         Raises:
-            _NoAnswer: there is none; as in the methods below.
+            _NoAnswer: there is none.
         """
-        assert self._connection is not None
-        deadline, left = time.monotonic() + timeout_s, memoryview(packed(request))
-        while left:
-            self._wait(deadline, timeout_s, beat, for_writing=True)
-            try:
-                left = left[self._connection.send(left) :]
-            except BlockingIOError:
-                continue
-            except OSError:
-                raise self._died() from None
-        return self._receive(deadline, timeout_s, beat)
-
-    def _receive(self, deadline: float, timeout_s: float, beat: Callable[[], None]) -> dict[str, Any]:
-        header = self._read(HEADER.size, deadline, timeout_s, beat)
-        body = self._read(HEADER.unpack(header)[0], deadline, timeout_s, beat)
+        process = self._process
+        assert process is not None
+        deadline, messages = time.monotonic() + timeout_s, process.messages
+        if request is not None:
+            messages.put(request)
         try:
-            answer: dict[str, Any] = json.loads(body)
+            while (answer := messages.next()) is None:
+                is_sent = messages.flush()
+                self._wait(process, select.POLLIN if is_sent else select.POLLOUT, deadline, timeout_s, beat)
+                if is_sent:
+                    messages.fill()
+        except EOFError:
+            raise self._died(process) from None
         except ValueError:
             self.close()
             raise _NoAnswer("wrote to the connection of its process") from None
         return answer
 
-    def _read(self, count: int, deadline: float, timeout_s: float, beat: Callable[[], None]) -> bytes:
-        assert self._connection is not None
-        found = bytearray()
-        while len(found) < count:
-            self._wait(deadline, timeout_s, beat)
-            try:
-                part = self._connection.recv(count - len(found))
-            except BlockingIOError:
-                continue
-            except OSError:
-                part = b""
-            if not part:
-                raise self._died()
-            found += part
-        return bytes(found)
-
-    def _wait(self, deadline: float, timeout_s: float, beat: Callable[[], None], *, for_writing: bool = False) -> None:
+    def _wait(
+        self, process: "UserProcess", event: int, deadline: float, timeout_s: float, beat: Callable[[], None]
+    ) -> None:
         """Wait until the connection is ready."""
-        assert self._connection is not None
-        assert self._process is not None
         poll = select.poll()  # select.select takes no descriptor above 1023
-        poll.register(self._connection, select.POLLOUT if for_writing else select.POLLIN)
+        poll.register(process.connection, event)
         while True:
             beat()
             left = deadline - time.monotonic()
-            wait_s = max(0.0, min(POLL_INTERVAL_S, left))
-            if poll.poll(1000 * wait_s):
+            if poll.poll(1000 * max(0.0, min(POLL_INTERVAL_S, left))):
                 return
             # A process forked by it may keep the connection open after it has exited.
-            if self._process.poll() is not None:
-                raise self._died()
+            if process.popen.poll() is not None:
+                raise self._died(process)
             if left <= 0:
                 self.close()
                 raise _NoAnswer(f"{NO_RESPONSE} {timeout_s:.3g} s")
 
-    def _died(self) -> _NoAnswer:
-        assert self._process is not None
+    def _died(self, process: "UserProcess") -> _NoAnswer:
         with contextlib.suppress(subprocess.TimeoutExpired):  # it closed its end, but is alive
-            self._process.wait(POLL_INTERVAL_S)
-        code = self._process.returncode
+            process.popen.wait(POLL_INTERVAL_S)
+        code = process.popen.returncode
         self.close()
         if code is None:
             return _NoAnswer("closed the connection of its process")
@@ -212,46 +184,101 @@ class RewardProcess:
         return _NoAnswer(f"had its process ended by {name}{likely}")
 
 
+class Messages:
+    """Messages with a process that runs user code: pickled requests, and answers in JSON, as far as they have come."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._unsent = memoryview(b"")
+        self._received = bytearray()
+
+    def put(self, request: object) -> None:
+        """Make a request the next one to send."""
+        self._unsent = memoryview(packed(request))
+
+    def flush(self) -> bool:
+        """Send what fits into the connection; True once nothing is left. A connection that is closed has nothing left:
+        reading from it tells."""
+        try:
+            self._unsent = self._unsent[self._connection.send(self._unsent) :]
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return not self._unsent
+
+    def fill(self) -> None:
+        """Read what has arrived.
+
+        Raises:
+            EOFError: the other end is closed.
+        """
+        try:
+            part = self._connection.recv(1 << 20)
+        except BlockingIOError:
+            return
+        except OSError:
+            part = b""
+        if not part:
+            raise EOFError
+        self._received += part
+
+    def next(self) -> dict[str, Any] | None:
+        """Take the next message; None if it is not whole yet.
+
+        Raises:
+            ValueError: it is not JSON.
+        """
+        if len(self._received) < HEADER.size:
+            return None
+        end = HEADER.size + HEADER.unpack_from(self._received)[0]
+        if len(self._received) < end:
+            return None
+        body = bytes(self._received[HEADER.size : end])
+        del self._received[:end]
+        message: dict[str, Any] = json.loads(body)
+        return message
+
+
 def packed(request: object) -> bytes:
     """A request as a message to a process that runs user code."""
     content = pickle.dumps(request, protocol=pickle.HIGHEST_PROTOCOL)
     return HEADER.pack(len(content)) + content
 
 
-def start_marked(
-    code: str, *arguments: str, output: int | None = None
-) -> "tuple[subprocess.Popen[bytes], socket.socket, str]":
-    """Start a process that runs user code, in a session of its own.
+class UserProcess:
+    """A process that runs user code, in a session of its own (``popen``), with this end of the connection to it, and
+    the ``messages`` over that."""
 
-    Args:
-        code: Python that serves a connection. Its arguments are this process's ``sys.path`` as JSON, the descriptor of
-            the connection, the id of this process, and ``arguments``.
-        output: descriptor of its standard output; by default that of this process.
+    def __init__(self, code: str, *arguments: str, output: int | None = None) -> None:
+        """Start it.
 
-    Returns:
-        The process, this end of the connection, and the mark of its descendants (:data:`MARK_VARIABLE`).
-    """
-    own, other = socket.socketpair()
-    mark = f"{os.getpid()}-{secrets.token_hex(8)}"
-    with other:
-        process = subprocess.Popen(
-            [sys.executable, "-c", code, json.dumps(sys.path), str(other.fileno()), str(os.getpid()), *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            pass_fds=[other.fileno()],
-            start_new_session=True,
-            env={**os.environ, MARK_VARIABLE: mark},
-        )
-    return process, own, mark
+        Args:
+            code: Python that serves the connection. Its arguments are this process's ``sys.path`` as JSON, the
+                descriptor of the connection, the id of this process, and ``arguments``.
+            output: descriptor of its standard output; by default that of this process.
+        """
+        self.connection, other = socket.socketpair()
+        self.messages = Messages(self.connection)
+        self._mark = f"{os.getpid()}-{secrets.token_hex(8)}"
+        with other:
+            self.popen = subprocess.Popen(
+                [sys.executable, "-c", code, json.dumps(sys.path), str(other.fileno()), str(os.getpid()), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                pass_fds=[other.fileno()],
+                start_new_session=True,
+                env={**os.environ, MARK_VARIABLE: self._mark},
+            )
 
-
-def end_with_descendants(process: "subprocess.Popen[bytes]", mark: str) -> None:
-    """Kill a process and everything it ever started, and wait until all are gone."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGSTOP)
-    kill_all(lambda: _descendants(process.pid, mark))
-    process.kill()
-    process.wait()
+    def end(self) -> None:
+        """Kill it and everything that it ever started, and wait until all are gone."""
+        if self.popen.poll() is None:
+            self.popen.send_signal(signal.SIGSTOP)
+        kill_all(lambda: _descendants(self.popen.pid, self._mark))
+        self.popen.kill()
+        self.popen.wait()
+        self.connection.close()
 
 
 def kill_all(found: Callable[[], Iterable[psutil.Process]]) -> None:
