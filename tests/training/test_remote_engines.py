@@ -199,9 +199,9 @@ def test_the_loss_of_an_engine_costs_the_others_no_delta(group: EngineGroup) -> 
 
 
 def test_without_an_engine_the_wait_comes_to_an_end(group: EngineGroup, trainer: RemoteEngines) -> None:
-    settings = trainer._spec.remote.model_copy(update={"start_timeout_s": 1.0})
-    trainer._spec = trainer._spec.model_copy(update={"remote": settings})
-    trainer._registry._settings = settings
+    rollouts, registry = trainer.continuous, trainer._weights._registry
+    registry._settings = rollouts._spec.remote.model_copy(update={"start_timeout_s": 1.0})
+    rollouts._spec = rollouts._spec.model_copy(update={"remote": registry._settings})
     for rank in range(2):
         group.kill(rank)
     with pytest.raises(EnginesLost, match=r"no rollout engine has served.*start_timeout_s = 1"):
@@ -212,7 +212,7 @@ def test_without_an_engine_the_wait_comes_to_an_end(group: EngineGroup, trainer:
     # Otherwise the agent would judge this wait as silence in the phase before, such as the training step.
     assert time.monotonic() - beats[0] >= 1.0
     assert len(beats) == 1, "too few to make the phase warm before the first sync"
-    trainer._registry._beat_every_s, beats = 0.2, []
+    registry._beat_every_s, beats = 0.2, []
     with pytest.raises(EnginesLost):
         trainer.load(tiny_model(seed=2), 2, lambda: beats.append(time.monotonic()))
     assert len(beats) > 3, "an engine may take longer to start than a silence of this phase may last"

@@ -21,7 +21,7 @@ from rank_launcher import make_context, tiny_spec
 
 from rlhf_core.errors import DiskFull, EnginesLost, WeightSyncFailed
 from rlhf_core.schemas.engines import EngineAddress, EngineHealth, EngineRefusal, WeightsId
-from rlhf_core.schemas.rollouts import RemoteSettings
+from rlhf_core.schemas.rollouts import RemoteSettings, RolloutSpec
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.rollouts.base import PromptTask, Sampling
 from rlhf_core.training.rollouts.prompts import PromptList
@@ -137,7 +137,7 @@ def rollout(
 def run_of(
     dispatcher: Dispatcher, clients: Sequence[EngineClient], weights: WeightsId = WEIGHTS, **settings: Any
 ) -> RemoteRollout:
-    ways: dict[str, Any] = {"beat": lambda: None, "restore": None, "are_restored": True, "may_leave": lambda: True}
+    ways: dict[str, Any] = {"beat": lambda: None, "restore": lambda client: None, "may_leave": lambda: True}
     ways |= {"interval_s": POLL_S, "spans_weights": False}
     ways |= {name: settings.pop(name) for name in tuple(settings) if name in ways}
     remote = RemoteSettings(**{"stall_timeout_s": 1.0, "start_timeout_s": 3.0, **settings})
@@ -254,7 +254,7 @@ def test_a_rollout_goes_on_while_engines_get_later_weights(spans_weights: bool) 
     expect other weights."""
     later, sampler = WeightsId(start=1, version=2), ScriptedSampler(delay_s=0.05)
     with engine(0, sampler) as client:
-        dispatcher, run = rollout([client], 24, spans_weights=spans_weights, are_restored=False)
+        dispatcher, run = rollout([client], 24, spans_weights=spans_weights, restore=None)
         background = BackgroundRollout(dispatcher, lambda *_: run)
         until(lambda: dispatcher.source.made)
         if spans_weights:
@@ -271,45 +271,40 @@ def test_a_rollout_goes_on_while_engines_get_later_weights(spans_weights: bool) 
     assert {made.weight_version for group in dispatcher.source.made.values() for made in group} <= {1, 2}
 
 
-def test_rollouts_that_lost_all_engines_go_on_with_the_next_weights() -> None:
+def test_rollouts_that_lost_all_engines_go_on_with_the_next_weights(ranks: Ranks) -> None:
     """Control: one that is over stays so."""
-    later, sampler = WeightsId(start=1, version=2), ScriptedSampler()
-    ways = {"spans_weights": True, "are_restored": False}
-    with engine(0, sampler, later) as client:
-        lost, over = (rollout([client], num_prompts)[0] for num_prompts in (4, 0))
-        weights = iter([WEIGHTS, WEIGHTS, later])
-        rollouts = ContinuousRollouts(
-            lambda source, _: lost if source is lost.source else over,
-            lambda dispatcher, _: run_of(dispatcher, [client], next(weights), **ways),
-            mock.Mock(),
-            mock.Mock(),
-        )
-        for dispatcher in (lost, over):
-            rollouts.begin(dispatcher.source, 1)
+    later, weights = WeightsId(start=1, version=2), mock.Mock(id=WEIGHTS, version=1)
+    with engine(0, ScriptedSampler(), later) as client:
+        registry = mock.Mock(clients=partial(without, [client]))
+        rollouts = ContinuousRollouts(RolloutSpec(engines=1, max_staleness=2), ranks, registry, weights)
+        lost, over = (rollout([client], num_prompts)[0].source for num_prompts in (4, 0))
+        for source in (lost, over):
+            rollouts.begin(source, 1)
         rollouts.wait(lambda: None)
-        assert lost.num_missing == 4
-        rollouts.begin_change()
-        rollouts.end_change(later)
+        before = list(rollouts._begun)
+        assert not lost.made
+        with rollouts.other_weights(lambda: None):
+            weights.id = later
         rollouts.wait(lambda: None)
-        assert next(weights, None) is None, "one of them was begun anew"
-    assert lost.is_done
-    assert {made.weight_version for group in lost.source.made.values() for made in group} == {2}
+        assert [begun in before for begun in rollouts._begun] == [False, True]
+    assert {made.weight_version for group in lost.results() for made in group} == {2}
 
 
-@pytest.mark.parametrize(("max_staleness", "prepared"), [(2, "begin_change"), (1, "wait")])
+@pytest.mark.parametrize(("max_staleness", "prepared"), [(2, "rollout.begin_change"), (1, "wait")])
 def test_no_weights_are_sent_before_the_rollouts_of_all_ranks_are_prepared(
     max_staleness: int, prepared: str, tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 may be done with a broadcast long before another rank takes part in it. Of that one, engines would have
     lost all unfinished completions."""
     context = make_context(str(tmp_path), tiny_spec(rollout={"engines": 1, "max_staleness": max_staleness}), 0, 1)
-    trainer, steps = RemoteEngines(context, ranks), mock.Mock(**{"weights.id": WEIGHTS})
+    trainer, steps = RemoteEngines(context, ranks), mock.Mock(**{"begun.is_stranded": False})
     monkeypatch.setattr(Ranks, "barrier", steps.barrier)
-    monkeypatch.setattr(trainer, "_weights", steps.weights)
-    monkeypatch.setattr(trainer, "continuous", steps.rollouts)
+    for user in (trainer, trainer.continuous):
+        monkeypatch.setattr(user, "_weights", steps.weights)
+    trainer.continuous._begun.append(steps.begun)
     trainer.load(tiny_model(), 1, lambda: None)
     names = [name for name, *_ in steps.method_calls]
-    assert names[:3] == [f"rollouts.{prepared}", "barrier", "weights.load"]
+    assert names[:3] == [f"begun.{prepared}", "barrier", "weights.load"]
 
 
 class SlowTool(PromptList):
@@ -409,7 +404,7 @@ def test_an_engine_that_is_gone_does_not_keep_the_others_from_being_given_weight
     with engine(0, ScriptedSampler()) as gone:
         pass
     with engine(1, ScriptedSampler(), other) as restarted:
-        dispatcher, run = rollout([gone, restarted], 2, are_restored=False, start_timeout_s=30.0)
+        dispatcher, run = rollout([gone, restarted], 2, restore=None, start_timeout_s=30.0)
         began = time.monotonic()
         asyncio.run(run.run())
         assert time.monotonic() - began > 1.0, "its time to return is over"
@@ -478,8 +473,8 @@ def test_an_engine_that_keeps_failing_costs_the_next_versions_no_sync(
     tried: list[list[str]] = []
     fails = True
 
-    def send(controls: Callable[[Any], Any], model: Any, version: int, beat: Any) -> Any:
-        names = [one.name for one in controls(None)]
+    def send(engines: Sequence[EngineClient], model: Any, version: int, *_: Any) -> Any:
+        names = [one.name for one in engines]
         tried.append(names)
         if fails and "engine-1" in names:
             raise WeightSyncFailed("engine-1: no link", "engine-1")

@@ -151,11 +151,6 @@ class HttpEngineControl:
         """Name of the engine."""
         return self._client.name
 
-    @property
-    def address(self) -> EngineAddress:
-        """Address of this start of the engine."""
-        return self._client.address
-
     def receive(self, offer: Offer) -> Receipt:
         """Have the engine receive a version. It gives up by itself if the transfer stalls."""
         receipt = Receipt.model_validate_json(self._post("/weights/receive", offer))

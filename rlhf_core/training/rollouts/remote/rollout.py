@@ -64,9 +64,8 @@ class RemoteRollout:
         clients: Callable[[Collection[int]], Collection[EngineClient]],
         *,
         beat: Callable[[], None],
-        restore: Callable[[EngineClient], None] | None,
-        are_restored: bool,
-        may_leave: Callable[[], bool],
+        restore: Callable[[EngineClient], None] | None = None,
+        may_leave: Callable[[], bool] = lambda: True,
         interval_s: float = POLL_S,
         spans_weights: bool = False,
     ) -> None:
@@ -75,8 +74,8 @@ class RemoteRollout:
         clients: returns the currently registered engines, without those of the given ranks.
         beat: called whenever an engine makes progress or begins to serve, and at every look at tools that are at work
             or, once all prompts are answered, at the other ranks: neither wait is one for this rank.
-        restore: sends the weights to an engine that came back; None if this rank cannot.
-        are_restored: True if some rank sends the weights to such engines during the rollout; False if none can.
+        restore: sends the weights to an engine that came back, or leaves it to another rank that does; None if no rank
+            can during the rollout.
         may_leave: called once all prompts are answered; False while other ranks may need this one.
         interval_s: interval of the health checks of an engine, from :func:`check_interval_s`.
         spans_weights: True if engines may load others meanwhile (:meth:`begin_change`), and continue with those.
@@ -90,7 +89,6 @@ class RemoteRollout:
         self._clients = clients
         self._beat = beat
         self._restore = restore
-        self._are_restored = are_restored
         self._may_leave = may_leave
         self._interval_s = interval_s
         self._ready: dict[int, EngineClient] = {}
@@ -184,7 +182,7 @@ class RemoteRollout:
 
     def _is_stranded(self, clients: Collection[EngineClient]) -> bool:
         """True if engines have other weights and will keep them, and all others have not responded for long."""
-        if self._are_restored:
+        if self._restore is not None:
             return False
         limit_s = time.monotonic() - self._settings.stall_timeout_s
         unresponsive = {start for start, since_s in self._unresponsive_since_s.items() if since_s < limit_s}

@@ -1,19 +1,19 @@
 """The trainer ranks that send weights to the engines of the group, and the transport that they use."""
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import httpx
 from transformers import PreTrainedModel
 
 from rlhf_core.errors import StaleWeights, WeightSyncFailed
-from rlhf_core.schemas.engines import EngineAddress
+from rlhf_core.schemas.engines import EngineAddress, WeightsId
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.weight_sync import LinkBackend, Transport, WeightSyncReport
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.rollouts.engine_adapter import given_shapes, given_weights
 from rlhf_core.training.rollouts.http_clients import engine_http
-from rlhf_core.training.rollouts.remote.client import HttpEngineControl
+from rlhf_core.training.rollouts.remote.client import EngineClient, HttpEngineControl
+from rlhf_core.training.rollouts.weight_probe import ProbeAnswer, WeightProbe
 from rlhf_core.training.types import WorkerContext
 from rlhf_core.weight_sync.base import Beat, Outgoing
 from rlhf_core.weight_sync.broadcast import BroadcastOutgoing
@@ -31,11 +31,12 @@ from rlhf_core.weight_sync.shared_memory import SharedMemoryOutgoing
 class WeightPublisher:
     """Sends versions of the weights to engines; for trainer rank 0."""
 
-    def __init__(self, context: WorkerContext, group: SenderGroup | None) -> None:
+    def __init__(self, context: WorkerContext, group: SenderGroup | None, base: str = "") -> None:
         """Start listening for the engines.
 
         Args:
             group: group of several senders, from :func:`join_senders`.
+            base: digest of the adapter's base model; empty for full weights.
 
         Raises:
             WeightSyncFailed: the transport is not available.
@@ -47,7 +48,9 @@ class WeightPublisher:
         self._outgoing = outgoing_of(context)
         self._sender = Sender(self._outgoing, delta=self._delta, group=group)
         self._transport = settings.transport
+        self._start, self._base = context.restart, base
         self._addresses: dict[str, EngineAddress] = {}
+        self._answers: dict[tuple[int, int], ProbeAnswer] = {}
 
     @property
     def way(self) -> str:
@@ -57,15 +60,19 @@ class WeightPublisher:
 
     def send(
         self,
-        controls: Callable[[httpx.Client], Sequence[HttpEngineControl]],
+        clients: Sequence[EngineClient],
         model: PreTrainedModel,
         version: int,
+        probe: WeightProbe,
         beat: Beat,
         *,
         is_alone: bool = False,
     ) -> WeightSyncReport:
         """Load the weights of ``model``, or its adapter if it has one, into engines. Meanwhile the other ranks must
         call :func:`give_along`, unless ``is_alone`` is set.
+
+        Args:
+            probe: identifies the weights of this version.
 
         Returns:
             Report on the sync. It names engines lost at their commit; at least one engine was not.
@@ -74,10 +81,10 @@ class WeightPublisher:
             WeightSyncFailed: no engine loaded the version.
             StaleWeights: the outputs of all engines that loaded it differ from the trainer's.
         """
-        tensors = entries_of(given_shapes(model))
+        tensors, weights = entries_of(given_shapes(model)), WeightsId(start=self._start, version=version)
         with engine_http() as http:
-            engines = controls(http)
-            addresses = {engine.name: engine.address for engine in engines}
+            engines = [HttpEngineControl(one, http, weights, probe, self._base, self._answers) for one in clients]
+            addresses = {one.name: one.address for one in clients}
             if any(self._addresses.get(name, address) != address for name, address in addresses.items()):
                 # A restarted engine has the same name, but no links and no earlier version.
                 self._sender.reset()

@@ -2,11 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
-import httpx
 from transformers import PreTrainedModel
 
 from rlhf_core.errors import DiskFull, EnginesLost, StaleWeights, WeightSyncFailed, WorkerError
@@ -17,11 +16,11 @@ from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.models.adapters import base_fingerprint
 from rlhf_core.training.models.gathering import is_split
 from rlhf_core.training.rollouts.base import WeightTransfer
-from rlhf_core.training.rollouts.remote.client import EngineClient, HttpEngineControl
+from rlhf_core.training.rollouts.remote.client import EngineClient
 from rlhf_core.training.rollouts.remote.failures import EngineFailures
 from rlhf_core.training.rollouts.remote.registry import EngineRegistry
 from rlhf_core.training.rollouts.remote.senders import WeightPublisher, give_along, join_senders, outgoing_of
-from rlhf_core.training.rollouts.weight_probe import ProbeAnswer, WeightProbe, probe_of
+from rlhf_core.training.rollouts.weight_probe import WeightProbe, probe_of
 from rlhf_core.training.types import WorkerContext
 from rlhf_core.weight_sync.sender import FurtherSender
 
@@ -51,15 +50,12 @@ class EngineWeights:
         self._max_tokens = spec.max_tokens
         self._start = context.restart
         group = join_senders(context, ranks)
-        self._publisher = WeightPublisher(context, group) if ranks.is_first else None
-        self._further_sender = FurtherSender(outgoing_of(context), group) if group and not ranks.is_first else None
-        self._base = ""
+        base = ""
         if ranks.is_first and spec.model.lora is not None:
             # Computed now, while the files are the ones that the trainers read.
-            self._base = base_fingerprint(
-                initial_folder(spec, context.run_dir), partial(ranks.reporter.beat, Phase.SETUP, 0)
-            )
-        self._answers: dict[tuple[int, int], ProbeAnswer] = {}
+            base = base_fingerprint(initial_folder(spec, context.run_dir), partial(ranks.reporter.beat, Phase.SETUP, 0))
+        self._publisher = WeightPublisher(context, group, base) if ranks.is_first else None
+        self._further_sender = FurtherSender(outgoing_of(context), group) if group and not ranks.is_first else None
         self._failures = EngineFailures(self._sync_timeout_s)
         self._restore_at_s: dict[tuple[int, int], float] = {}
         self._counts = dict.fromkeys(COUNTS, 0.0)
@@ -126,9 +122,10 @@ class EngineWeights:
         version = self.version
         assert self._publisher is not None
         assert self._model is not None
+        assert self._probe is not None
         assert version is not None
         try:
-            self._publisher.send(self._controlled([client], version), self._model, version, beat, is_alone=True)
+            self._publisher.send([client], self._model, version, self._probe, beat, is_alone=True)
         except (DiskFull, WeightSyncFailed, StaleWeights, OSError) as error:
             self._restore_at_s[start] = time.monotonic() + self._sync_timeout_s
             self._ranks.log(f"{client.name} came back and did not receive the weights of step {version}: {error}")
@@ -161,7 +158,8 @@ class EngineWeights:
     ) -> WeightTransfer:
         """Try once to send a version to the engines; on rank 0."""
         assert self._publisher is not None
-        report = self._publisher.send(self._controlled(engines, version), model, version, beat)
+        assert self._probe is not None
+        report = self._publisher.send(engines, model, version, self._probe, beat)
         for engine in engines:
             if engine.name in report.applied:
                 self._failures.forget(engine)
@@ -177,15 +175,6 @@ class EngineWeights:
             apply_s=report.apply_s,
             acknowledged=len(report.applied),
         )
-
-    def _controlled(
-        self, engines: Iterable[EngineClient], version: int
-    ) -> Callable[[httpx.Client], list[HttpEngineControl]]:
-        weights, probe = WeightsId(start=self._start, version=version), self._probe
-        assert probe is not None
-        return lambda http: [
-            HttpEngineControl(engine, http, weights, probe, self._base, self._answers) for engine in engines
-        ]
 
     def _from_first(self, act: Callable[[], Answer]) -> Answer | None:
         """Call a function on rank 0 alone; return its result there, and None on other ranks. Collective.
