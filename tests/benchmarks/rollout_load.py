@@ -32,8 +32,7 @@ from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.environments.conversations import Conversations
 from rlhf_core.training.environments.pool import EnvironmentPool
 from rlhf_core.training.environments.rollout_steps import RolloutSteps
-from rlhf_core.training.rollouts.base import Sampling
-from rlhf_core.training.rollouts.prompts import PromptList
+from rlhf_core.training.rollouts.base import PromptList, Sampling
 from rlhf_core.training.rollouts.remote import engine as remote
 from rlhf_core.training.rollouts.remote.dispatch import Dispatcher
 from rlhf_core.training.rollouts.remote.engine import RemoteEngines

@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from rlhf_core.training.rollouts.base import PromptTask, Sampling
-from rlhf_core.training.rollouts.prompts import PromptList
+from rlhf_core.training.rollouts.base import PromptList, PromptTask, Sampling
 from rlhf_core.training.rollouts.remote.dispatch import Dispatcher
 from rlhf_core.training.types import Completion
 

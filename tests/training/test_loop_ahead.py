@@ -22,8 +22,7 @@ from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.reports import Phase, SampleLine
 from rlhf_core.schemas.rollouts import RolloutSpec
 from rlhf_core.training.distributed import Ranks
-from rlhf_core.training.rollouts.base import Sampling
-from rlhf_core.training.rollouts.prompts import PromptList
+from rlhf_core.training.rollouts.base import PromptList, Sampling
 from rlhf_core.training.rollouts.seeds import sample_seed
 from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
 from rlhf_core.training.trainers import saving

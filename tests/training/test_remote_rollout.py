@@ -23,10 +23,9 @@ from rlhf_core.errors import DiskFull, EnginesLost, WeightSyncFailed
 from rlhf_core.schemas.engines import EngineAddress, EngineHealth, EngineRefusal, WeightsId
 from rlhf_core.schemas.rollouts import RemoteSettings, RolloutSpec
 from rlhf_core.training.distributed import Ranks
-from rlhf_core.training.rollouts.base import PromptTask, Sampling
-from rlhf_core.training.rollouts.prompts import PromptList
+from rlhf_core.training.rollouts.base import PromptList, PromptTask, Sampling
 from rlhf_core.training.rollouts.remote import client as client_module
-from rlhf_core.training.rollouts.remote import failures as failures_module
+from rlhf_core.training.rollouts.remote import registry as registry_module
 from rlhf_core.training.rollouts.remote.background import BackgroundRollout, ContinuousRollouts
 from rlhf_core.training.rollouts.remote.client import EngineClient, EngineUnusable
 from rlhf_core.training.rollouts.remote.dispatch import Dispatcher
@@ -464,7 +463,7 @@ def test_an_engine_that_keeps_failing_costs_the_next_versions_no_sync(
 ) -> None:
     """It is tried again later, and forgiven once it acknowledges a version."""
     clock = mock.Mock(**{"monotonic.return_value": 1e6})
-    monkeypatch.setattr(failures_module, "time", clock)
+    monkeypatch.setattr(registry_module, "time", clock)
     context = make_context(str(tmp_path), tiny_spec(rollout={"engines": 2, "sync": {"transport": "files"}}), 0, 1)
     trainer = RemoteEngines(context, ranks)
     addresses = [EngineAddress(rank=rank, generation=0, node="n", host="127.0.0.1", port=1) for rank in range(2)]

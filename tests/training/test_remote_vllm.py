@@ -29,8 +29,7 @@ from rlhf_core.errors import StaleWeights
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.training.distributed import Ranks
-from rlhf_core.training.rollouts.base import Sampling
-from rlhf_core.training.rollouts.prompts import PromptList
+from rlhf_core.training.rollouts.base import PromptList, Sampling
 from rlhf_core.training.rollouts.remote import weights as weights_module
 from rlhf_core.training.rollouts.remote.client import HttpEngineControl
 from rlhf_core.training.rollouts.remote.engine import RemoteEngines

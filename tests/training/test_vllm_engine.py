@@ -32,7 +32,7 @@ from rlhf_core.training.rollouts.checkpoint_layout import CheckpointLayout
 from rlhf_core.training.rollouts.completion_end import StopSearch, StopStrings
 from rlhf_core.training.rollouts.open_completion import OpenCompletion
 from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
-from rlhf_core.training.rollouts.vllm import verification
+from rlhf_core.training.rollouts.vllm import engine as engine_module
 from rlhf_core.training.rollouts.vllm.engine import VllmEngine, _stopped_at
 from rlhf_core.training.rollouts.vllm.process_state import process_variables
 from rlhf_core.training.types import Completion, NullReporter
@@ -311,7 +311,7 @@ def test_an_update_that_is_skipped_is_found_however_small_it_is(
             engine.load(after, 72, no_beat)
         with pytest.raises(StaleWeights, match="no step"):
             engine.sample(PROMPTS, SEEDS, GREEDY, 72, no_beat)
-        patch.setattr(verification, "is_split", lambda model: True)
+        patch.setattr(engine_module, "is_split", lambda model: True)
         engine.load(after, 73, no_beat)
     engine.load(after, 74, no_beat)
 

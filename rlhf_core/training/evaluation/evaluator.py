@@ -39,8 +39,7 @@ from rlhf_core.training.models.causal_lm import PolicyModel
 from rlhf_core.training.models.embeddings import require_embeddings
 from rlhf_core.training.models.reward_model import RewardModel
 from rlhf_core.training.rewards.scoring import RewardScorer
-from rlhf_core.training.rollouts.base import PromptSource, RolloutEngine, Sampling
-from rlhf_core.training.rollouts.prompts import PromptList
+from rlhf_core.training.rollouts.base import PromptList, PromptSource, RolloutEngine, Sampling
 from rlhf_core.training.rollouts.seeds import sample_seed
 from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
 from rlhf_core.training.types import Completion, Row

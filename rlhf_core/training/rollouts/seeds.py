@@ -34,15 +34,14 @@ def sample_seed(run_seed: int, step: int, prompt_uid: str, sample_index: int) ->
         63 bits, uniform: an int that fits a torch ``int64`` and is not negative.
     """
     # The lengths are included, so that different arguments never give the same bytes.
-    text = f"{run_seed}|{step}|{sample_index}|{len(prompt_uid)}|{prompt_uid}"
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+    return derived_seed(run_seed, f"{step}|{sample_index}|{len(prompt_uid)}|{prompt_uid}")
 
 
 def derived_seed(seed: int, part: str) -> int:
-    """Seed of a part of a completion, 63 bits.
+    """Seed of a part of something that has a seed, 63 bits.
 
     Args:
-        seed: seed of the completion.
+        seed: seed of the whole, for instance of a completion.
         part: name of the part, for instance ``turn 2``.
     """
     return int.from_bytes(blake2b(f"{seed}|{part}".encode(), digest_size=8).digest(), "big") >> 1

@@ -1,7 +1,7 @@
 """Probe of an engine's weights: log-probabilities of a few tokens, compared with those of the trainer."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -129,3 +129,40 @@ def require_update(name: str, found: ProbeAnswer, earlier: ProbeAnswer | None) -
             f"{name} computes exactly the log-probabilities of the version before, but {num_changed} of "
             f"{len(found.trainer)} have changed in the trainer: it did not apply this version"
         )
+
+
+class VersionCheck:
+    """Check of each version that engines apply, by their log-probabilities of a few tokens."""
+
+    def __init__(self, *, of_adapters: bool) -> None:
+        """Args:
+        of_adapters: True if versions are adapters, whose tensors are compared bit by bit instead of with the version
+            before.
+        """
+        self._of_adapters = of_adapters
+        self._answers: dict[Hashable, ProbeAnswer] = {}
+
+    def has_seen(self, engine: Hashable) -> bool:
+        """True if a version of this engine was checked before."""
+        return engine in self._answers
+
+    def require_applied(
+        self, engine: Hashable, name: str, digest: str, found: Sequence[float], probe: WeightProbe, advice: str = ""
+    ) -> None:
+        """Refuse an engine that did not apply a version.
+
+        Args:
+            engine: identity of one start of the engine.
+            name: name of the engine.
+            digest: digest of the version, or what stands for it.
+            found: its log-probabilities of the probe's tokens.
+            advice: end of the message.
+
+        Raises:
+            StaleWeights: they differ from the trainer's, or stayed as they were.
+        """
+        require_same(name, found, probe, advice)
+        answer = ProbeAnswer(digest, tuple(found), probe.logprobs)
+        if not self._of_adapters:
+            require_update(name, answer, self._answers.get(engine))
+        self._answers[engine] = answer

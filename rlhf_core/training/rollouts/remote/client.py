@@ -1,7 +1,7 @@
 """A trainer rank's connection to one engine."""
 
 import contextlib
-from collections.abc import AsyncIterator, MutableMapping
+from collections.abc import AsyncIterator
 
 import httpx
 from pydantic import BaseModel
@@ -19,8 +19,8 @@ from rlhf_core.schemas.engines import (
     WeightsRefused,
 )
 from rlhf_core.schemas.weight_sync import Offer, Receipt
-from rlhf_core.training.rollouts.response_lines import response_lines
-from rlhf_core.training.rollouts.weight_probe import ProbeAnswer, WeightProbe, require_same, require_update
+from rlhf_core.training.rollouts.http_clients import response_lines
+from rlhf_core.training.rollouts.weight_probe import VersionCheck, WeightProbe
 
 CONNECT_TIMEOUT_S = 5.0
 JSON = {"content-type": "application/json"}
@@ -130,18 +130,17 @@ class HttpEngineControl:
         weights: WeightsId,
         probe: WeightProbe,
         base: str,
-        answers: MutableMapping[tuple[int, int], ProbeAnswer],
+        check: VersionCheck,
     ) -> None:
         """Args:
         base: digest of the adapter's base model; empty for full weights.
-        answers: last answer of each start of an engine whose weights were confirmed; updated here.
         """
         self._client = client
         self._http = http
         self._weights = weights
         self._probe = probe
         self._base = base
-        self._answers = answers
+        self._check = check
         self._digest = ""
         self.is_stale = False
         """True if it has acknowledged weights that its outputs do not match."""
@@ -168,9 +167,8 @@ class HttpEngineControl:
         """
         request = CommitRequest(weights=self._weights, probe=self._probe.tokens)
         committed = Committed.model_validate_json(self._post("/weights/commit", request))
-        answer = ProbeAnswer(self._digest, committed.probe_logprobs, self._probe.logprobs)
         try:
-            self._require_match(committed, answer)
+            self._require_match(committed)
         except StaleWeights as error:
             self.is_stale = True
             # An engine that is gone by now does not serve requests either.
@@ -178,10 +176,9 @@ class HttpEngineControl:
                 self._post("/weights/refuse", WeightsRefused(weights=self._weights, why=str(error)))
             raise WeightSyncFailed(str(error), self.name) from error
         self._post("/weights/confirm", self._weights)
-        self._answers[self._client.start] = answer
         return committed.apply_s
 
-    def _require_match(self, committed: Committed, answer: ProbeAnswer) -> None:
+    def _require_match(self, committed: Committed) -> None:
         """Refuse an engine whose outputs do not match the weights that it was sent.
 
         Raises:
@@ -198,9 +195,8 @@ class HttpEngineControl:
                 f"{self.name} has {committed.num_differing} tensors of the adapter that differ from those sent: it did "
                 "not apply this version"
             )
-        require_same(self.name, answer.engine, self._probe)
-        if not self._base:  # the tensors of an adapter were compared bit by bit
-            require_update(self.name, answer, self._answers.get(self._client.start))
+        found = committed.probe_logprobs
+        self._check.require_applied(self._client.start, self.name, self._digest, found, self._probe)
 
     def abort(self, version: int) -> None:
         """Have the engine drop its staged weights."""

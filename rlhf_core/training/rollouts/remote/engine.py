@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from transformers import PreTrainedModel
 
 from rlhf_core.training.distributed import Ranks
-from rlhf_core.training.rollouts.base import Sampling, WeightTransfer
-from rlhf_core.training.rollouts.prompts import PromptList
+from rlhf_core.training.rollouts.base import PromptList, Sampling, WeightTransfer
 from rlhf_core.training.rollouts.remote.background import ContinuousRollouts
 from rlhf_core.training.rollouts.remote.registry import EngineRegistry
 from rlhf_core.training.rollouts.remote.weights import EngineWeights

@@ -23,7 +23,7 @@ from rlhf_core.training.rollouts.base import PromptTask
 from rlhf_core.training.rollouts.http_clients import async_engine_http
 from rlhf_core.training.rollouts.remote.client import EngineClient, EngineUnusable
 from rlhf_core.training.rollouts.remote.dispatch import Dispatcher
-from rlhf_core.training.rollouts.remote.failures import EngineFailures
+from rlhf_core.training.rollouts.remote.registry import EngineFailures
 from rlhf_core.training.types import Completion
 
 POLL_S = 0.2

@@ -13,7 +13,7 @@ from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.rollouts.engine_adapter import given_shapes, given_weights
 from rlhf_core.training.rollouts.http_clients import engine_http
 from rlhf_core.training.rollouts.remote.client import EngineClient, HttpEngineControl
-from rlhf_core.training.rollouts.weight_probe import ProbeAnswer, WeightProbe
+from rlhf_core.training.rollouts.weight_probe import VersionCheck, WeightProbe
 from rlhf_core.training.types import WorkerContext
 from rlhf_core.weight_sync.base import Beat, Outgoing
 from rlhf_core.weight_sync.broadcast import BroadcastOutgoing
@@ -50,7 +50,7 @@ class WeightPublisher:
         self._transport = settings.transport
         self._start, self._base = context.restart, base
         self._addresses: dict[str, EngineAddress] = {}
-        self._answers: dict[tuple[int, int], ProbeAnswer] = {}
+        self._check = VersionCheck(of_adapters=bool(base))
 
     @property
     def way(self) -> str:
@@ -83,7 +83,7 @@ class WeightPublisher:
         """
         tensors, weights = entries_of(given_shapes(model)), WeightsId(start=self._start, version=version)
         with engine_http() as http:
-            engines = [HttpEngineControl(one, http, weights, probe, self._base, self._answers) for one in clients]
+            engines = [HttpEngineControl(one, http, weights, probe, self._base, self._check) for one in clients]
             addresses = {one.name: one.address for one in clients}
             if any(self._addresses.get(name, address) != address for name, address in addresses.items()):
                 # A restarted engine has the same name, but no links and no earlier version.

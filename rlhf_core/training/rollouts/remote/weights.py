@@ -17,8 +17,7 @@ from rlhf_core.training.models.adapters import base_fingerprint
 from rlhf_core.training.models.gathering import is_split
 from rlhf_core.training.rollouts.base import WeightTransfer
 from rlhf_core.training.rollouts.remote.client import EngineClient
-from rlhf_core.training.rollouts.remote.failures import EngineFailures
-from rlhf_core.training.rollouts.remote.registry import EngineRegistry
+from rlhf_core.training.rollouts.remote.registry import EngineFailures, EngineRegistry
 from rlhf_core.training.rollouts.remote.senders import WeightPublisher, give_along, join_senders, outgoing_of
 from rlhf_core.training.rollouts.weight_probe import WeightProbe, probe_of
 from rlhf_core.training.types import WorkerContext

@@ -25,9 +25,8 @@ from rlhf_core.errors import StaleWeights, WorkerError
 from rlhf_core.training.rollouts.base import completion_of
 from rlhf_core.training.rollouts.checkpoint_layout import CheckpointLayout
 from rlhf_core.training.rollouts.completion_end import end_ids_of
-from rlhf_core.training.rollouts.http_clients import async_engine_http, engine_http
+from rlhf_core.training.rollouts.http_clients import async_engine_http, engine_http, response_lines
 from rlhf_core.training.rollouts.open_completion import OpenCompletion
-from rlhf_core.training.rollouts.response_lines import response_lines
 from rlhf_core.training.rollouts.samplers import OpenPrompts, SamplerRequest
 from rlhf_core.training.rollouts.sglang.server import SglangServer
 from rlhf_core.training.types import Completion

@@ -1,12 +1,17 @@
-"""State of a process that vLLM reads or changes: environment variables, threads of torch, and modules of vLLM."""
+"""State of a process that vLLM reads or changes: environment variables, threads of torch, classes of
+transformers, and modules of vLLM."""
 
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from rlhf_core.schemas.rollouts import VllmSettings
+
+_MARK = "vllm_config"
+"""Attribute of a model that vLLM has constructed."""
 
 
 def process_variables(settings: VllmSettings, dtype: str, on_gpu: bool) -> dict[str, str]:
@@ -51,3 +56,29 @@ def inspect_models_here(on_gpu: bool) -> None:
 
 def _result(inspect: Callable[[], Any]) -> Any:
     return inspect()
+
+
+@contextlib.contextmanager
+def kept_classes() -> Iterator[None]:
+    """Keep transformers' classes as they are for all models but those that vLLM constructs within the block.
+
+    vLLM computes some models (GPT-NeoX, Phi) with these classes and changes them in place. Every other model of the
+    process, such as the policy beside a colocated engine, would then be constructed and called as vLLM's.
+    """
+    before = {cls: (cls.__init__, cls.__call__) for cls in _subclasses(PreTrainedModel)}
+    yield
+    for cls, (construct, call) in before.items():
+        if cls.__init__ is not construct:
+            cls.__init__, cls.__call__ = construct, _separated(cls.__call__, call)
+
+
+def _subclasses(parent: type[PreTrainedModel]) -> set[Any]:
+    return {parent, *(cls for child in parent.__subclasses__() for cls in _subclasses(child))}
+
+
+def _separated(vllms: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    def __call__(self: PreTrainedModel, *arguments: Any, **named: Any) -> Any:
+        call = vllms if _MARK in vars(self) else original
+        return call(self, *arguments, **named)
+
+    return __call__
