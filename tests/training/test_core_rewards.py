@@ -169,7 +169,7 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[st
 def test_functions_are_loaded_by_path(user_module: Callable[[str], None]) -> None:
     user_module("def exact_match(**columns): return []\nnumber = 3\n")
     assert load_reward("rlhf_core.training.rewards:exact_match") is exact_match
-    with pytest.raises(BadConfig, match="user_rewards has no function number"):
+    with pytest.raises(BadConfig, match="user_rewards has no function or class number"):
         load_reward("user_rewards:number")
     with pytest.raises(BadConfig, match="importing no_such_module failed: ModuleNotFoundError"):
         load_reward("no_such_module:f")

@@ -362,7 +362,7 @@ def test_a_tool_that_takes_a_tensor_is_described(monkeypatch: pytest.MonkeyPatch
     [
         ({"tools": ["undescribed"]}, "tool undescribed: its description cannot be made"),
         ({"tools": ["gone"]}, "turn_tools has no function or class gone"),
-        ({"environment": "no_such_module:Any"}, "importing no_such_module:Any failed: ModuleNotFoundError"),
+        ({"environment": "no_such_module:Any"}, "rollout.turns: importing no_such_module failed: ModuleNotFoundError"),
         ({"environment": "turn_tools:Resetless"}, "found Resetless without a method reset"),
     ],
 )

@@ -8,7 +8,6 @@ there is one, returns the reward of the rollout. All of them may be asynchronous
 observation, or None at the end.
 """
 
-import importlib
 import inspect
 import json
 import re
@@ -19,7 +18,7 @@ from typing import Any
 
 from rlhf_core.errors import BadConfig
 from rlhf_core.survival import Survived
-from rlhf_core.training.rewards.functions import result_of
+from rlhf_core.training.rewards.functions import imported, result_of
 
 NO_TOOLS = ("reset", "get_reward", "respond")
 """Public methods of an environment that are not tools."""
@@ -69,10 +68,10 @@ class Toolbox:
         """
         self.tools: dict[str, Callable[..., Any]] = {}
         for path in tools:
-            tool = _imported(path)
+            tool = imported(path, "rollout.turns")
             self.tools[tool.__name__] = tool
-        self.make_environment = _imported(environment) if environment else None
-        self.find_calls = _imported(parser) if parser else None
+        self.make_environment = imported(environment, "rollout.turns") if environment else None
+        self.find_calls = imported(parser, "rollout.turns") if parser else None
 
     def describe(self) -> dict[str, Any]:
         """Descriptions of the tools for the chat template, and the abilities of the environment.
@@ -234,17 +233,6 @@ def _description(name: str, tool: Callable[..., Any]) -> dict[str, Any]:
             "each argument, and a docstring with an Args section that describes each"
         ) from error
     return found
-
-
-def _imported(path: str) -> Callable[..., Any]:
-    module_name, _, name = path.partition(":")
-    try:
-        found = getattr(importlib.import_module(module_name), name, None)
-    except Exception as error:  # user code may raise anything while it is imported
-        raise BadConfig(f"rollout.turns: importing {path} failed: {type(error).__name__}: {error}") from error
-    if not callable(found):
-        raise BadConfig(f"rollout.turns: {module_name} has no function or class {name}")
-    return found  # type: ignore[no-any-return]
 
 
 def _awaited(value: object) -> Any:

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_core.errors import BadConfig, UnrenderedChat
 from rlhf_core.training.data.chat import apply_template, rendered, turn_end
 from rlhf_core.training.data.loading import continued_tokens, prompt_tokens
+from rlhf_core.training.data.tokenizers import text_of
 from rlhf_core.training.types import Row
 
 _QUESTION = {"role": "user", "content": "A question?"}
@@ -55,8 +56,7 @@ class ObservationTokens:
         tokens = continued_tokens([text], self._tokenizer)[0]
         if len(tokens) <= self._max_tokens:
             return text
-        beginning = tokens[: self._max_tokens].tolist()
-        return str(self._tokenizer.decode(beginning, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return text_of(self._tokenizer, tokens[: self._max_tokens].tolist())
 
     def after(self, row: Row, turn: Sequence[int], messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Tokens that follow a turn of the model, up to the beginning of the next one.

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_core.training.data.tokenizers import text_of
 from rlhf_core.training.environments.pool import Reply
 from rlhf_core.training.environments.server import TurnRequest
 from rlhf_core.training.rollouts.seeds import derived_seed
@@ -111,7 +112,7 @@ class OpenRollout:
         assert self.last is not None
         assert self.end is not None
         before = len(self.tokens) - len(self.last.token_ids)
-        text = tokenizer.decode(self.tokens[:before], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = text_of(tokenizer, self.tokens[:before])
         # A turn that was cut off, or whose environment was lost, has no answer that it was found in.
         last = [{"role": "assistant", "content": self.last.text}] if self.is_unanswered else []
         episode = Episode(

@@ -155,17 +155,27 @@ def load_reward(path: str) -> RewardFunction:
     Raises:
         BadConfig: the module does not import, or has no such function.
     """
+    return imported(path, f"reward function {path}")
+
+
+def imported(path: str, what: str) -> Callable[..., Any]:
+    """Import a function or class of the user.
+
+    Args:
+        path: ``module:function``.
+        what: beginning of the message of an error.
+
+    Raises:
+        BadConfig: the module does not import, or has no such function.
+    """
     module_name, _, name = path.partition(":")
     try:
-        module = importlib.import_module(module_name)
+        found = getattr(importlib.import_module(module_name), name, None)
     except Exception as error:  # user code may raise anything while it is imported
-        raise BadConfig(
-            f"reward function {path}: importing {module_name} failed: {type(error).__name__}: {error}"
-        ) from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise BadConfig(f"reward function {path}: {module_name} has no function {name}")
-    return function  # type: ignore[no-any-return]
+        raise BadConfig(f"{what}: importing {module_name} failed: {type(error).__name__}: {error}") from error
+    if not callable(found):
+        raise BadConfig(f"{what}: {module_name} has no function or class {name}")
+    return found  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.errors import StaleWeights
 from rlhf_core.schemas.trainers import CDF_CHUNK_ELEMENTS
+from rlhf_core.training.data.tokenizers import text_of
 from rlhf_core.training.rollouts.seeds import uniforms
 from rlhf_core.training.types import Completion
 
@@ -315,10 +316,7 @@ def completion_of(
         logprobs: one per token.
     """
     # Special tokens stay visible: a reward function must see every token that the model generated.
-    text = tokenizer.decode(
-        tokens[:-1] if finished else tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
-    )
-    return Completion(tokens, str(text), finished, logprobs)
+    return Completion(tokens, text_of(tokenizer, tokens[:-1] if finished else tokens), finished, logprobs)
 
 
 def draw_tokens(logits: Tensor, seeds: Tensor, position: int, sampling: Sampling) -> tuple[Tensor, Tensor]:

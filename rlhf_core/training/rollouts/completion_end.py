@@ -11,6 +11,7 @@ from pathlib import Path
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME
 
+from rlhf_core.training.data.tokenizers import text_of
 from rlhf_core.training.types import Completion
 
 _MARGIN = 4
@@ -33,7 +34,7 @@ class StopStrings:
 
     def are_completed(self, windows: Sequence[Sequence[int]]) -> list[bool]:
         """True for each window, none of them empty, whose last token completes a stop string: no earlier one does."""
-        return [self._can_complete(window[-1]) and self._is_in(self._text(window)) for window in windows]
+        return [self._can_complete(window[-1]) and self._is_in(text_of(self._tokenizer, window)) for window in windows]
 
     def completion(self, tokens: list[int], logprobs: list[float]) -> Completion:
         """Make a completion whose text ends with a stop string, also if its last token has more text.
@@ -42,14 +43,14 @@ class StopStrings:
             tokens: up to the one that completes the stop string.
             logprobs: one per token.
         """
-        text = self._text(tokens)
+        text = text_of(self._tokenizer, tokens)
         ends = [text.index(string) + len(string) for string in self._strings if string in text]
         return Completion(tokens, text[: min(ends, default=len(text))], True, logprobs)
 
     def _can_complete(self, token: int) -> bool:
         """False if no stop string can end in the text of a token, so that only few windows have to be decoded."""
         if (known := self._may_complete.get(token)) is None:
-            text = self._text([token])
+            text = text_of(self._tokenizer, [token])
             # Alone, a part of a character is a replacement character, and a token may lose its spaces.
             known = "\ufffd" in text or any(string[-1].isspace() or string[-1] in text for string in self._strings)
             self._may_complete[token] = known
@@ -57,9 +58,6 @@ class StopStrings:
 
     def _is_in(self, text: str) -> bool:
         return any(string in text for string in self._strings)
-
-    def _text(self, tokens: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 @functools.lru_cache(maxsize=4)

@@ -34,7 +34,7 @@ class SamplerRequest:
 
 
 class Sampler(Protocol):
-    """Samples with one version of the weights."""
+    """Samples with one version of the weights. What has a default is that of full weights, sampled in this process."""
 
     @property
     def num_waiting(self) -> int:
@@ -43,10 +43,12 @@ class Sampler(Protocol):
     @property
     def exit_code(self) -> int | None:
         """Exit code of a required process that has ended, negative for a signal; None while all are alive."""
+        return None
 
     @property
     def pids(self) -> Sequence[int]:
         """Other processes that take part in every step."""
+        return ()
 
     def load(self, tensors: Iterable[tuple[str, Tensor]], beat: Callable[[], None]) -> None:
         """Load a version. Called while no request is being processed: before any, or after :meth:`pause`.
@@ -62,6 +64,7 @@ class Sampler(Protocol):
     def count_differing(self, tensors: Iterable[tuple[str, Tensor]]) -> int:
         """Number of adapter tensors that the model does not hold bit for bit; 0 for full weights, whose layout may
         differ."""
+        return 0
 
     def score(self, tokens: Sequence[int]) -> list[float]:
         """Log-probability of every token but the first."""
@@ -89,7 +92,7 @@ class Sampler(Protocol):
         """Continue paused completions after their tokens, with the weights loaded meanwhile."""
 
 
-class TransformersSampler:
+class TransformersSampler(Sampler):
     """transformers' model with our own decode loop; each batch is finished before the next one begins."""
 
     def __init__(
@@ -114,16 +117,6 @@ class TransformersSampler:
     def num_waiting(self) -> int:
         """Number of unfinished completions."""
         return sum(len(request.seeds) for request in list(self._waiting.values()))
-
-    @property
-    def exit_code(self) -> int | None:
-        """Always None: it samples in this process."""
-        return None
-
-    @property
-    def pids(self) -> Sequence[int]:
-        """Always empty: it samples in this process."""
-        return ()
 
     @torch.no_grad()
     def load(self, tensors: Iterable[tuple[str, Tensor]], beat: Callable[[], None]) -> None:

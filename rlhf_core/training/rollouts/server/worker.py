@@ -8,8 +8,8 @@ import queue
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
 from rlhf_core.errors import DiskFull, SamplingFailed, StaleWeights
 from rlhf_core.files.whole import comes_from_full_disk
@@ -47,21 +47,6 @@ Deliver = Callable[[SampledPrompt | EngineRefusal], None]
 """Accepts a line of a response, from any thread, without blocking."""
 
 
-@dataclass
-class _Call(Generic[Answer]):
-    """A function to be called by the main thread."""
-
-    function: Callable[[], Answer]
-    future: "Future[Answer]" = field(default_factory=Future)
-
-    def run(self) -> None:
-        """Call it and pass on its result or exception."""
-        with Survived() as outcome:  # raised when the future is waited for
-            self.future.set_result(self.function())
-        if outcome.error is not None:
-            self.future.set_exception(outcome.error)
-
-
 @dataclass(frozen=True)
 class _PendingPrompt:
     """A prompt of an active request."""
@@ -94,7 +79,7 @@ class EngineWorker:
         self._receiver = receiver
         self._base = base
         self._reporter = reporter
-        self._calls: queue.SimpleQueue[_Call[object]] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wanted: dict[int, _PendingPrompt] = {}
         self._keys = itertools.count()
         self._progress = 0
@@ -123,9 +108,16 @@ class EngineWorker:
 
     def call(self, function: Callable[[], Answer]) -> "Future[Answer]":
         """Have the main thread call a function between two decoding steps."""
-        call = _Call(function)
-        self._calls.put(call)  # type: ignore[arg-type]  # each has its own result type
-        return call.future
+        answer: Future[Answer] = Future()
+
+        def run() -> None:
+            with Survived() as outcome:  # raised when the answer is waited for
+                answer.set_result(function())
+            if outcome.error is not None:
+                answer.set_exception(outcome.error)
+
+        self._calls.put(run)
+        return answer
 
     # -----------------------------------------------------------------------------------------------------------------
     # In the main thread
@@ -143,7 +135,7 @@ class EngineWorker:
             busy = bool(self._wanted) and self._weights is not None
             self._beat(Phase.ROLLOUT)
             try:
-                self._calls.get(block=not busy, timeout=IDLE_BEAT_S).run()
+                self._calls.get(block=not busy, timeout=IDLE_BEAT_S)()
             except queue.Empty:
                 pass
             else:

@@ -27,7 +27,7 @@ from rlhf_core.training.rollouts.checkpoint_layout import CheckpointLayout
 from rlhf_core.training.rollouts.completion_end import end_ids_of
 from rlhf_core.training.rollouts.http_clients import async_engine_http, engine_http, response_lines
 from rlhf_core.training.rollouts.open_completion import OpenCompletion
-from rlhf_core.training.rollouts.samplers import OpenPrompts, SamplerRequest
+from rlhf_core.training.rollouts.samplers import OpenPrompts, Sampler, SamplerRequest
 from rlhf_core.training.rollouts.sglang.server import SglangServer
 from rlhf_core.training.types import Completion
 
@@ -38,8 +38,8 @@ _SMALL_FILES = frozenset((".json", ".txt", ".model", ".jinja", ".py"))
 """Suffixes of the files of a model that are not weights."""
 
 
-class SglangSampler:
-    """One SGLang server; see ``samplers.Sampler``."""
+class SglangSampler(Sampler):
+    """One SGLang server, which has its own health check instead of the agent's inspection of its processes."""
 
     def __init__(self, server: SglangServer, folder: Path, tokenizer: PreTrainedTokenizerBase, weights: Path) -> None:
         """Sample with a running server.
@@ -73,11 +73,6 @@ class SglangSampler:
         """Exit code of the server once it has ended."""
         return self._server.exit_code
 
-    @property
-    def pids(self) -> Sequence[int]:
-        """Empty: the server has its own health check instead of the agent's inspection."""
-        return ()
-
     def load(self, tensors: Iterable[tuple[str, Tensor]], beat: Callable[[], None]) -> None:
         """Load all weights; see ``samplers.Sampler``."""
         save_file(dict(self._layout.whole(tensors)), self._weights / "model.safetensors", {"format": "pt"})
@@ -88,10 +83,6 @@ class SglangSampler:
         beat()
         if answer.status_code != httpx.codes.OK or not answer.json().get("success"):
             raise StaleWeights(f"SGLang did not apply the weights: {_error_of(answer)}")
-
-    def count_differing(self, tensors: Iterable[tuple[str, Tensor]]) -> int:
-        """0: SGLang only receives full weights."""
-        return 0
 
     def score(self, tokens: Sequence[int]) -> list[float]:
         """Log-probability of every token but the first.

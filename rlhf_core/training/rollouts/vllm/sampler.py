@@ -4,12 +4,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from torch import Tensor
 
-from rlhf_core.training.rollouts.samplers import OpenPrompts, SamplerRequest
+from rlhf_core.training.rollouts.samplers import OpenPrompts, Sampler, SamplerRequest
 from rlhf_core.training.rollouts.vllm.engine import VllmEngine
 from rlhf_core.training.types import Completion
 
 
-class VllmSampler:
+class VllmSampler(Sampler):
     """One vLLM engine, with GPUs of its own or on CPU; see ``samplers.Sampler``."""
 
     def __init__(self, engine: VllmEngine) -> None:
