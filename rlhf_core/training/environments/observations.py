@@ -7,6 +7,7 @@ template adds for it after any turn of the model; for a row that is a text, as t
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -38,7 +39,6 @@ class ObservationTokens:
         """
         self._tokenizer, self._arguments, self._max_tokens = tokenizer, arguments, max_tokens
         self._end_ids = {tokenizer.eos_token_id, *end_ids}
-        self._turn_end: int | None = None
 
     def prompt(self, row: Row, added: str) -> list[int]:
         """Tokens of the prompt of a row with text at its end: in a conversation, at the end of the last message."""
@@ -95,16 +95,15 @@ class ObservationTokens:
                 "what the model is trained on"
             )
         # What follows the end token of the turn, such as a line break, was not sampled.
-        end, own = self._end_text(), prefix.removeprefix(asked)
+        end, own = self._end_text, prefix.removeprefix(asked)
         _, found, rest = own.rpartition(end) if end else ("", "", "")
         return (rest if is_ended else found + rest) + whole[len(prefix) :]
 
+    @cached_property
     def _end_text(self) -> str:
         """Token that ends a turn in the chat template; empty without one."""
-        if self._turn_end is None:
-            found = turn_end(self._tokenizer, self._arguments)
-            self._turn_end = -1 if found is None else found
-        return "" if self._turn_end < 0 else str(self._tokenizer.convert_ids_to_tokens(self._turn_end))
+        found = turn_end(self._tokenizer, self._arguments)
+        return "" if found is None else str(self._tokenizer.convert_ids_to_tokens(found))
 
 
 def _turn_before(messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

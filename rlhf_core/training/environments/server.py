@@ -12,9 +12,7 @@ import contextlib
 import dataclasses
 import json
 import os
-import pickle
 import socket
-import sys
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
@@ -25,7 +23,7 @@ from rlhf_core.machine.parent_death import adopt_orphans, die_with_parent
 from rlhf_core.survival import Survived
 from rlhf_core.training.environments.functions import RolloutTools, Toolbox
 from rlhf_core.training.rewards.process import kill_all
-from rlhf_core.training.rewards.worker import prepare, receive, seed_generators, send
+from rlhf_core.training.rewards.worker import prepare, seed_generators, send, serve_requests
 
 
 @dataclass(frozen=True)
@@ -74,29 +72,22 @@ def serve(descriptor: int, parent: int, functions: str) -> NoReturn:
 
 
 def _serve_rollouts(toolbox: Toolbox, connection: socket.socket) -> NoReturn:
-    own, tools = os.getpid(), None
-    try:
-        send(connection, {"pid": own})
-        while request := receive(connection):
-            asked: TurnRequest = pickle.loads(request)
-            seed_generators(asked.seed)
-            content = {}
-            with Survived(also=(SystemExit, KeyboardInterrupt)) as failed:  # of user code: a failed call like any other
-                if asked.kind == "describe":
-                    content = toolbox.describe()
-                else:
-                    if tools is None or asked.kind == "reset":
-                        tools = RolloutTools(toolbox)
-                    content = _answer(tools, asked)
-            if failed.error is not None:
-                content = {"failure": f"raised {failed.problem}"}
-            if os.getpid() != own:
-                break  # a child that a tool forked, and that returned here
-            with contextlib.suppress(OSError, ValueError):  # closed by a tool
-                sys.stdout.flush()
-            send(connection, content)
-    finally:
-        os._exit(0)  # neither threads left over by a tool nor the loop of the process it was forked from
+    tools: RolloutTools | None = None
+
+    def answer(asked: TurnRequest) -> dict[str, Any]:
+        nonlocal tools
+        seed_generators(asked.seed)
+        with Survived(also=(SystemExit, KeyboardInterrupt)) as failed:  # of user code: a failed call like any other
+            if asked.kind == "describe":
+                return toolbox.describe()
+            if tools is None or asked.kind == "reset":
+                tools = RolloutTools(toolbox)
+            return _answer(tools, asked)
+        return {"failure": f"raised {failed.problem}"}
+
+    with contextlib.suppress(OSError):  # the trainer is gone
+        send(connection, {"pid": os.getpid()})
+    serve_requests(connection, answer)
 
 
 def _answer(tools: RolloutTools, asked: TurnRequest) -> dict[str, Any]:

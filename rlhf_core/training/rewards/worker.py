@@ -15,6 +15,7 @@ import socket
 import struct
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -50,19 +51,32 @@ def serve(descriptor: int, parent: int) -> NoReturn:
         parent: process id of the trainer; this process dies with it.
     """
     prepare(parent)
-    own, functions = os.getpid(), dict[str, RewardFunction]()
-    connection = socket.socket(fileno=descriptor)
-    while request := receive(connection):
-        answer = _answer(pickle.loads(request), functions)
-        if os.getpid() != own:
-            os._exit(0)  # a child that the function forked, and that returned here
-        with contextlib.suppress(OSError, ValueError):  # closed by the function
-            sys.stdout.flush()
-        try:
-            send(connection, answer)
-        except OSError:  # closed by the function, or the trainer is gone
-            os._exit(1)
-    os._exit(0)  # threads left over by a function do not delay the exit
+    functions: dict[str, RewardFunction] = {}
+    serve_requests(socket.socket(fileno=descriptor), lambda request: _answer(request, functions))
+
+
+def serve_requests(connection: socket.socket, answer: Callable[[Any], dict[str, Any]]) -> NoReturn:
+    """Answer requests by user code until the trainer closes the connection.
+
+    Args:
+        answer: returns the answer to a request.
+    """
+    own = os.getpid()
+    try:
+        while request := receive(connection):
+            found = answer(pickle.loads(request))
+            if os.getpid() != own:
+                break  # a child that user code forked, and that returned here
+            with contextlib.suppress(OSError, ValueError):  # closed by user code
+                sys.stdout.flush()
+            send(connection, found)
+    except OSError:  # closed by user code, or the trainer is gone
+        os._exit(1)
+    except Exception:  # noqa: BLE001 - a mistake of this code; the trainer sees that the process has ended
+        traceback.print_exc()
+        os._exit(1)
+    finally:
+        os._exit(0)  # neither threads left over by user code nor the loop of the process it was forked from
 
 
 def prepare(parent: int) -> None:
