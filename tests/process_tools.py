@@ -14,6 +14,8 @@ from typing import Any
 
 import psutil
 
+from rlhf_core.training.rewards.process import MARK_VARIABLE
+
 
 @dataclass
 class Finished:
@@ -64,6 +66,17 @@ def modules_with(module: str) -> set[str]:
     code = f"import sys, {module}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return set(done.stdout.split())
+
+
+def user_processes() -> list[str]:
+    """Command lines of running processes with user code that this process has started, and of all that those did."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            mark = process.environ().get(MARK_VARIABLE, "")
+            if mark.startswith(f"{os.getpid()}-") and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(process.cmdline()))
+    return found
 
 
 def is_alive(pid: int) -> bool:

@@ -16,7 +16,7 @@ import hostile_rewards
 import psutil
 import pytest
 from fork_server import fork_server
-from process_tools import modules_with
+from process_tools import modules_with, user_processes
 from pydantic import ValidationError
 from rank_launcher import ended, tiny_spec
 
@@ -25,7 +25,7 @@ from rlhf_core.schemas.changes import with_changes
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.rewards import process as process_module
 from rlhf_core.training.rewards.functions import reward_arguments
-from rlhf_core.training.rewards.process import MARK_VARIABLE, RewardProcess
+from rlhf_core.training.rewards.process import RewardProcess
 from rlhf_core.training.rewards.scoring import RewardScorer, reward_names
 from rlhf_core.training.types import Conversation, Row
 
@@ -45,19 +45,6 @@ def spec(*functions: str, **reward: Any) -> RunSpec:
 def scorer(*functions: str, **reward: Any) -> Iterator[RewardScorer]:
     with contextlib.closing(RewardScorer(spec(*functions, **{"timeout_s": 1.0, **reward}), rank=1)) as one:
         yield one
-
-
-def left_behind() -> list[str]:
-    """Running processes that were started by reward functions of this process."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            mark = process.environ().get(MARK_VARIABLE, "")
-            if mark.startswith(f"{os.getpid()}-") and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(" ".join(process.cmdline()))
-        except psutil.Error:
-            continue
-    return found
 
 
 HARM = {
@@ -86,7 +73,7 @@ def test_harm_is_an_error_that_names_function_and_completion(name: str) -> None:
     assert "for completion 2 ('bad', prompt 2-0); expected a finite number within reward.timeout_s = 1 s" in message
     assert 'reward.on_failure = "zero"' in message
     assert beats
-    assert left_behind() == []
+    assert user_processes() == []
 
 
 def test_a_rank_shows_life_while_its_function_runs() -> None:
@@ -110,7 +97,7 @@ def test_harm_is_counted_as_zero_and_reported_once_if_requested(name: str) -> No
     assert warning.startswith(f"On rank 1, reward function {name} ")
     assert "for completion 1 ('bad', prompt 1-0)" in warning
     assert second.warnings == []
-    assert left_behind() == []
+    assert user_processes() == []
 
 
 def test_a_failure_of_what_is_only_measured_leaves_the_reward() -> None:
@@ -241,7 +228,7 @@ def test_a_process_with_many_open_files_is_served() -> None:
             stack.callback(os.close, os.dup(0))
         with scorer("well", timeout_s=30.0) as one:
             assert one.score(rows(2), ended(["a", "b"]), 1, lambda: None).total == [1.0, 1.0]
-            assert left_behind(), "control: its process is found while it is there"
+            assert user_processes(), "control: its process is found while it is there"
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, 30.0])

@@ -32,7 +32,7 @@ from rlhf_core.training.rollouts.remote.dispatch import Dispatcher
 from rlhf_core.training.rollouts.remote.engine import RemoteEngines
 from rlhf_core.training.rollouts.remote.rollout import POLL_S, RemoteRollout, check_interval_s
 from rlhf_core.training.rollouts.remote.senders import WeightPublisher
-from rlhf_core.training.rollouts.samplers import SamplerRequest
+from rlhf_core.training.rollouts.samplers import Sampler, SamplerRequest
 from rlhf_core.training.rollouts.server import worker as worker_module
 from rlhf_core.training.rollouts.server.app import EngineServer
 from rlhf_core.training.rollouts.server.worker import EngineWorker
@@ -46,7 +46,7 @@ WEIGHTS = WeightsId(start=1, version=1)
 
 
 @dataclass
-class ScriptedSampler:
+class ScriptedSampler(Sampler):
     """A sampler that completes one prompt per step with a text made from the prompt's number."""
 
     text: Callable[[int], str] = str
@@ -58,8 +58,6 @@ class ScriptedSampler:
     failing: Collection[int] = ()
     """Prompts on which the sampler fails."""
     num_waiting: int = 0
-    exit_code: int | None = None
-    pids: Sequence[int] = ()
     waiting: dict[int, SamplerRequest] = field(default_factory=dict)
     num_made: int = 0
     worker: EngineWorker | None = None
@@ -67,10 +65,6 @@ class ScriptedSampler:
 
     def load(self, tensors: Iterable[Any], beat: Callable[[], None]) -> None:
         """Not called."""
-
-    def count_differing(self, tensors: Iterable[Any]) -> int:
-        """Not called."""
-        return 0
 
     def score(self, tokens: Sequence[int]) -> list[float]:
         """Not called."""

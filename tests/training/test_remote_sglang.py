@@ -3,7 +3,7 @@
 import asyncio
 import json
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,6 +65,17 @@ def sampler_of(url: str, key: str, model: Path, folder: Path) -> SglangSampler:
     return SglangSampler(server, model, char_tokenizer(), folder / "weights")
 
 
+def answered_by(
+    monkeypatch: pytest.MonkeyPatch, model: Path, answer: Callable[[httpx.Request], httpx.Response]
+) -> SglangSampler:
+    """A sampler without a server, whose requests for completions have this answer."""
+    tiny_model().config.save_pretrained(model)
+    sampler = sampler_of("http://engine", "", model, model.parent)
+    stream = httpx.AsyncClient(base_url="http://engine", transport=httpx.MockTransport(answer))
+    monkeypatch.setattr(sampler, "_stream", stream)
+    return sampler
+
+
 def test_the_longest_sequence_is_not_cut_short(sampler: SglangSampler) -> None:
     prompt, longest = [PROMPTS[0][0]] * 40, replace(DRAWN, max_new_tokens=4)
     sampler.submit(SamplerRequest(1, prompt, list(range(8)), longest))
@@ -120,9 +131,7 @@ def test_an_end_token_in_the_last_place_ends_the_completion(last: int, reason: s
     assert completion.text == char_tokenizer().decode([30] if finished else [30, last])
 
 
-def test_a_paused_completion_is_continued_after_its_tokens(
-    sampler: SglangSampler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_paused_completion_is_continued_after_its_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its rest is another request, with other random numbers. What the first one sends afterwards is not used."""
     asked: list[dict[str, Any]] = []
 
@@ -139,8 +148,7 @@ def test_a_paused_completion_is_continued_after_its_tokens(
         asked.append(json.loads(request.content))
         return httpx.Response(200, content=endless() if len(asked) == 1 else line([6], "length"))
 
-    stream = httpx.AsyncClient(base_url="http://engine", transport=httpx.MockTransport(answer))
-    monkeypatch.setattr(sampler, "_stream", stream)
+    sampler = answered_by(monkeypatch, tmp_path / "model", answer)
     sampler.submit(SamplerRequest(1, PROMPTS[0], [7], DRAWN))
     until(lambda: sampler._requests[1, 0].sampled)
     sampler.pause()
@@ -170,11 +178,9 @@ def test_no_weights_of_the_model_folder_are_copied_to_main_memory(tmp_path: Path
 
 def test_an_answer_that_ends_early_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before, its prompt was waited for until the trainers took the engine for stalled."""
-    tiny_model().config.save_pretrained(tmp_path / "model")
-    sampler = sampler_of("http://engine", "", tmp_path / "model", tmp_path)
     begun = '{"meta_info": {"finish_reason": null, "output_token_logprobs": [[-0.5, 4, null]]}}'
-    chunks = httpx.MockTransport(lambda request: httpx.Response(200, text=f"data: {begun}\n\n"))
-    monkeypatch.setattr(sampler, "_stream", httpx.AsyncClient(base_url="http://engine", transport=chunks))
+    chunks = httpx.Response(200, text=f"data: {begun}\n\n")
+    sampler = answered_by(monkeypatch, tmp_path / "model", lambda request: chunks)
     sampler.submit(SamplerRequest(1, PROMPTS[0], [1], DRAWN))
     with pytest.raises(WorkerError, match="SGLang failed to complete a prompt"):
         until(lambda: sampler.step(no_beat), timeout_s=10.0)
@@ -182,10 +188,7 @@ def test_an_answer_that_ends_early_is_an_error(tmp_path: Path, monkeypatch: pyte
 
 def test_a_failure_of_a_cancelled_request_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server may fail a request just before it is cancelled, as when the weights change; the engine serves on."""
-    tiny_model().config.save_pretrained(tmp_path / "model")
-    sampler = sampler_of("http://engine", "", tmp_path / "model", tmp_path)
-    refused = httpx.MockTransport(lambda request: httpx.Response(503))
-    monkeypatch.setattr(sampler, "_stream", httpx.AsyncClient(base_url="http://engine", transport=refused))
+    sampler = answered_by(monkeypatch, tmp_path / "model", lambda request: httpx.Response(503))
     sampler.submit(SamplerRequest(1, PROMPTS[0], [1], DRAWN))
     until(lambda: not sampler._made.empty())
     sampler.cancel([1])

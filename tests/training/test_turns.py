@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-import psutil
 import pytest
 import torch
 from core_losses import policy_loss_of
 from core_models import char_tokenizer
-from process_tools import modules_with, until
+from engine_groups import no_beat
+from process_tools import modules_with, until, user_processes
 from pydantic import ValidationError
 from rank_launcher import PATHS
 from transformers.utils import chat_template_utils
@@ -44,7 +44,7 @@ from rlhf_core.training.environments.rollout_steps import RolloutSteps
 from rlhf_core.training.environments.server import TurnRequest
 from rlhf_core.training.environments.turn_source import TurnSource
 from rlhf_core.training.rewards.functions import reward_arguments
-from rlhf_core.training.rewards.process import MARK_VARIABLE, UserProcess
+from rlhf_core.training.rewards.process import UserProcess
 from rlhf_core.training.rewards.scoring import Scores
 from rlhf_core.training.rollouts.base import PromptSource, PromptTask, Sampling, completion_of
 from rlhf_core.training.rollouts.seeds import derived_seed, sample_seed
@@ -55,10 +55,6 @@ pytestmark = pytest.mark.training
 
 SAMPLING = [name for name, spec in specs().items() if spec.samples]
 TAGGED = '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>'
-
-
-def no_beat() -> None:
-    """Beat of a rollout without an agent."""
 
 
 # --- tokens of observations are no part of any loss ---
@@ -184,17 +180,6 @@ def call(name: str, **arguments: Any) -> TurnRequest:
     return TurnRequest("answer", 0, {"text": text, "is_last": False})
 
 
-def started_by_tools() -> list[str]:
-    """Running processes that carry the mark of a pool of this process, or descend from one."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            mark = process.environ().get(MARK_VARIABLE, "")
-            if mark.startswith(f"{os.getpid()}-") and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(" ".join(process.cmdline()))
-    return found
-
-
 def test_a_tool_that_harms_its_process_costs_one_answer() -> None:
     with pool_of(tools=["add", "misbehave"]) as pool:
         beats: list[int] = []
@@ -207,11 +192,11 @@ def test_a_tool_that_harms_its_process_costs_one_answer() -> None:
         assert found[4]["lost"], "what a tool writes to the connection is no answer"
         assert found[9]["observations"] == [{"role": "tool", "name": "add", "content": "3"}]
         assert beats
-        assert len(started_by_tools()) > 1
+        assert len(user_processes()) > 1
         pool.release(no_beat)
-        assert len(started_by_tools()) == 1, "the first process, which serves the next rollouts"
+        assert len(user_processes()) == 1, "the first process, which serves the next rollouts"
         assert pool.ask({0: call("add", one=2, other=2)}, no_beat)[0]["observations"][0]["content"] == "4"
-    assert started_by_tools() == []
+    assert user_processes() == []
 
 
 def collected(pool: EnvironmentPool, number: int) -> dict[str, Any]:
@@ -240,7 +225,7 @@ def test_a_rollout_is_answered_while_others_wait_for_their_tools() -> None:
         pool.submit(0, call("misbehave", how="endless"))
         pool.collect(0.0, no_beat)
         pool.release(no_beat)
-        assert len(started_by_tools()) == 1
+        assert len(user_processes()) == 1
         assert pool.ask({0: call("add", one=2, other=2)}, no_beat)[0]["observations"][0]["content"] == "4"
 
 
@@ -257,7 +242,7 @@ def test_the_end_of_the_first_process_is_told_to_all_rollouts_that_it_had_proces
         assert pool.collect(0.0, no_beat) == {}
         assert pool.pid is not None
         os.kill(pool.pid, signal.SIGKILL)
-        until(lambda: not started_by_tools())
+        until(lambda: not user_processes())
         if forks_anew:
             pool.submit(3, resets[3])
         pool.submit(1, turn)
@@ -285,7 +270,7 @@ def test_processes_outlive_the_thread_that_needed_them() -> None:
         pool.ask(requests, no_beat)
         assert pool.pid is not None
         os.kill(pool.pid, signal.SIGKILL)
-        until(lambda: not started_by_tools())
+        until(lambda: not user_processes())
 
         def ask_again() -> Any:
             assert pool.ask(requests, no_beat)[0]["failure"] == "ended its process"

@@ -11,9 +11,8 @@ from transformers import PreTrainedModel
 
 from rlhf_core.errors import StaleWeights
 from rlhf_core.training.distributed import Ranks
-from rlhf_core.training.rollouts.base import RolloutEngine, Sampling, WeightTransfer
+from rlhf_core.training.rollouts.base import RolloutEngine, WeightTransfer
 from rlhf_core.training.rollouts.weight_ledger import RecordedEngine
-from rlhf_core.training.types import Completion
 
 pytestmark = [pytest.mark.training]
 
@@ -45,16 +44,6 @@ class FakeEngine:
         self.version = version
         return self.transfer
 
-    def sample(
-        self,
-        prompts: Sequence[Sequence[int]],
-        seeds: Sequence[Sequence[int]],
-        sampling: Sampling,
-        version: int,
-        beat: Callable[[], None],
-    ) -> list[list[Completion]]:
-        return []
-
     def sleep(self) -> None:
         self.version = None
 
@@ -80,12 +69,8 @@ def test_a_sync_is_written_before_and_after_over_all_ranks(tmp_path: Path) -> No
     engine = recorded(path, FakeEngine(own), OtherRanks([1, 600, 9.0, 0.25, 0.7]), num_engines=2)
     load(engine, 3)
     requested, answered = lines(path)
-    assert (requested["version"], requested["engines"], requested["acknowledged"], requested["seconds"]) == (
-        3,
-        2,
-        0,
-        None,
-    )
+    expected = {"version": 3, "engines": 2, "acknowledged": 0, "seconds": None}
+    assert {name: requested[name] for name in expected} == expected
     expected = {"number": 0, "version": 3, "engines": 2, "acknowledged": 2, "transport": "broadcast", "bytes": 1000}
     expected |= {"seconds": 9.0, "wire_s": 0.5, "apply_s": 0.7}
     assert {name: answered[name] for name in expected} == expected
