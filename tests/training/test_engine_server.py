@@ -3,14 +3,13 @@
 import errno
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
 from unittest.mock import Mock
 
 import httpx
 import pytest
-from torch import Tensor
 
 from rlhf_core.errors import DiskFull, NonFiniteLoss, SamplingFailed, StaleWeights, WorkerError
 from rlhf_core.schemas.engines import (
@@ -225,23 +224,6 @@ def test_an_engine_that_takes_long_and_makes_progress_is_waited_for() -> None:
         assert server.is_alive
 
 
-class FailingSampler:
-    """A sampler that cannot load weights."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def pause(self) -> None:
-        """Do nothing: there are no prompts."""
-
-    def load(self, tensors: Iterator[tuple[str, Tensor]], beat: Callable[[], None]) -> None:
-        """Fail."""
-        raise self._error
-
-    def cancel(self, keys: list[int]) -> None:
-        """Forget prompts; there are none."""
-
-
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
@@ -254,8 +236,7 @@ class FailingSampler:
 def test_an_engine_that_cannot_load_its_weights_ends_for_the_reason(error: Exception, kind: type[WorkerError]) -> None:
     """vLLM reads adapters from the folder for temporary files. If that is full, restarts only repeat the failure."""
     receiver = Receiver("engine-0")
-    sampler: Sampler = FailingSampler(error)  # type: ignore[assignment]  # nothing is sampled
-    worker = EngineWorker(0, 0, sampler, receiver, NullReporter())
+    worker = EngineWorker(0, 0, Mock(**{"load.side_effect": error}), receiver, NullReporter())
     for _ in range(2):
         receiver._staged = StagedVersion(RECEIPT, OFFER.manifest, None)  # type: ignore[arg-type]  # it has no tensors
         with pytest.raises(type(error)):

@@ -1,7 +1,7 @@
 """A trainer rank's connection to one engine."""
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import httpx
 from pydantic import BaseModel
@@ -63,15 +63,10 @@ class EngineClient:
         Raises:
             EngineUnusable: it does not respond in time, or has been replaced.
         """
-        try:
+        with self._usable("does not respond"):
             response = await http.get(f"{self._url}/health", headers=self._headers, timeout=self._timeout)
-            if response.status_code != httpx.codes.OK:
-                raise EngineUnusable(f"{self.name} refuses: {_error_of(response)}")
+            self._require_ok(response)
             health = EngineHealth.model_validate_json(response.content)
-        except (httpx.HTTPError, OSError) as error:
-            raise EngineUnusable(f"{self.name} does not respond: {_shown(error)}") from error
-        except ValueError as error:
-            raise EngineUnusable(f"{self.name} sent an answer that is not valid: {_shown(error)}") from error
         if (health.rank, health.generation) != (self.address.rank, self.address.generation):
             raise EngineUnusable(f"start {health.generation} of engine {health.rank} responds instead of {self.name}")
         return health
@@ -85,19 +80,29 @@ class EngineClient:
         url, body = f"{self._url}/sample", request.model_dump_json()
         # No timeout: health checks detect an engine that no longer works.
         unlimited = httpx.Timeout(None, connect=self._timeout.connect)
-        try:
+        with self._usable("was lost"):
             async with http.stream(
                 "POST", url, content=body, headers={**self._headers, **JSON}, timeout=unlimited
             ) as response:
                 if response.status_code != httpx.codes.OK:
                     await response.aread()
-                    raise EngineUnusable(f"{self.name} refuses: {_error_of(response)}")
+                self._require_ok(response)
                 async for line in response_lines(response):
                     yield _sampled(line, self.name)
+
+    @contextlib.contextmanager
+    def _usable(self, loss: str) -> Iterator[None]:
+        """Name errors in the block as those of this engine; one of the connection is such a loss."""
+        try:
+            yield
         except (httpx.HTTPError, OSError) as error:
-            raise EngineUnusable(f"{self.name} was lost: {_shown(error)}") from error
+            raise EngineUnusable(f"{self.name} {loss}: {_shown(error)}") from error
         except ValueError as error:
             raise EngineUnusable(f"{self.name} sent an answer that is not valid: {_shown(error)}") from error
+
+    def _require_ok(self, response: httpx.Response) -> None:
+        if response.status_code != httpx.codes.OK and (refusal := _refusal_of(response)) is not None:
+            raise EngineUnusable(f"{self.name} refuses: {refusal.error}")
 
     # -----------------------------------------------------------------------------------------------------------------
     # Weights
@@ -213,12 +218,6 @@ def _sampled(line: bytes, name: str) -> SampledPrompt:
         with contextlib.suppress(ValueError):
             raise EngineUnusable(f"{name}: {EngineRefusal.model_validate_json(line).error}") from None
         raise
-
-
-def _error_of(response: httpx.Response) -> str:
-    """Error message in a response; empty if there is none."""
-    refusal = _refusal_of(response)
-    return "" if refusal is None else refusal.error
 
 
 def _refusal_of(response: httpx.Response) -> EngineRefusal | None:

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from transformers import PreTrainedModel
 
@@ -33,15 +33,21 @@ COUNTS = ("rollout/sync_bytes", "time/weight_wire_s", "time/weight_apply_s")
 """Metrics of the syncs, from rank 0."""
 
 
+class _Version(NamedTuple):
+    """A version of the weights, and what it is sent from and checked with."""
+
+    number: int
+    model: PreTrainedModel
+    probe: WeightProbe
+
+
 class EngineWeights:
     """The version of the weights that the engines have, and the model that it was sent from."""
 
     def __init__(self, context: WorkerContext, ranks: Ranks, registry: EngineRegistry) -> None:
         """Connect the ranks that send. Collective."""
         spec = context.spec
-        self.version: int | None = None
-        self._model: PreTrainedModel | None = None
-        self._probe: WeightProbe | None = None
+        self._loaded: _Version | None = None
         self._ranks = ranks
         self._registry = registry
         self._sync_timeout_s = spec.rollout.remote.sync_timeout_s
@@ -60,6 +66,11 @@ class EngineWeights:
         self._counts = dict.fromkeys(COUNTS, 0.0)
 
     @property
+    def version(self) -> int | None:
+        """Number of the current version; None before the first, and after one that failed."""
+        return None if self._loaded is None else self._loaded.number
+
+    @property
     def id(self) -> WeightsId:
         """Identity of the current version."""
         assert self.version is not None
@@ -68,7 +79,7 @@ class EngineWeights:
     @property
     def is_split(self) -> bool:
         """True if a single rank cannot gather the weights, for an engine that comes back."""
-        return self._model is not None and is_split(self._model)
+        return self._loaded is not None and is_split(self._loaded.model)
 
     def load(self, model: PreTrainedModel, version: int, beat: Callable[[], None]) -> WeightTransfer | None:
         """Load a version into all live engines. Collective.
@@ -81,9 +92,8 @@ class EngineWeights:
             EnginesLost: there is no engine, and none started in time.
             StaleWeights: with these weights, every engine's outputs differ from the trainer's.
         """
-        self.version = None
-        self._model = model
-        self._probe = probe_of(model, self._max_tokens, self._dtype)
+        self._loaded = None
+        sent = _Version(version, model, probe_of(model, self._max_tokens, self._dtype))
         problem: WorkerError | None = None
         for _ in range(MAX_SYNCS):
             live_engines = self._live_engines(beat)
@@ -91,7 +101,7 @@ class EngineWeights:
             if not self._ranks.is_first:
                 give_along(model, self._further_sender, beat)
             try:
-                transfer = self._from_first(partial(self._send, engines, model, version, beat))
+                transfer = self._from_first(partial(self._send, engines, sent, beat))
             except PROBLEMS as error:
                 problem = error
                 self._ranks.log(f"the engines did not receive the weights of step {version}: {error}")
@@ -99,16 +109,15 @@ class EngineWeights:
                     blamed = {error.peer, *error.others}
                     self._failures.add(engine for engine in live_engines if engine.name in blamed)
             else:
-                self.version = version
+                self._loaded = sent
                 return transfer
         assert problem is not None
         raise problem
 
     def load_again(self, beat: Callable[[], None]) -> None:
         """Load the current version into the engines that are alive now. Collective."""
-        assert self._model is not None
-        assert self.version is not None
-        self.load(self._model, self.version, beat)
+        assert self._loaded is not None
+        self.load(self._loaded.model, self._loaded.number, beat)
 
     def restore(self, beat: Callable[[], None], client: EngineClient) -> None:
         """Send the current version to an engine that has come back; on rank 0.
@@ -118,13 +127,11 @@ class EngineWeights:
         start = client.start
         if time.monotonic() < self._restore_at_s.get(start, 0.0):
             return
-        version = self.version
         assert self._publisher is not None
-        assert self._model is not None
-        assert self._probe is not None
-        assert version is not None
+        assert self._loaded is not None
+        version = self._loaded.number
         try:
-            self._publisher.send([client], self._model, version, self._probe, beat, is_alone=True)
+            self._publisher.send([client], self._loaded.model, version, self._loaded.probe, beat, is_alone=True)
         except (DiskFull, WeightSyncFailed, StaleWeights, OSError) as error:
             self._restore_at_s[start] = time.monotonic() + self._sync_timeout_s
             self._ranks.log(f"{client.name} came back and did not receive the weights of step {version}: {error}")
@@ -139,7 +146,7 @@ class EngineWeights:
 
     def close(self) -> None:
         """Release the resources of the senders."""
-        self.version = None
+        self._loaded = None
         for sender in (self._publisher, self._further_sender):
             if sender is not None:
                 sender.close()
@@ -152,13 +159,10 @@ class EngineWeights:
         """
         return self._from_first(lambda: asyncio.run(self._registry.live(beat))) or []
 
-    def _send(
-        self, engines: Sequence[EngineClient], model: PreTrainedModel, version: int, beat: Callable[[], None]
-    ) -> WeightTransfer:
+    def _send(self, engines: Sequence[EngineClient], sent: _Version, beat: Callable[[], None]) -> WeightTransfer:
         """Try once to send a version to the engines; on rank 0."""
         assert self._publisher is not None
-        assert self._probe is not None
-        report = self._publisher.send(engines, model, version, self._probe, beat)
+        report = self._publisher.send(engines, sent.model, sent.number, sent.probe, beat)
         for engine in engines:
             if engine.name in report.applied:
                 self._failures.forget(engine)
@@ -166,7 +170,7 @@ class EngineWeights:
         self._counts["time/weight_apply_s"] += report.apply_s
         self._counts["rollout/sync_bytes"] += report.sent.bytes_sent
         for name, why in report.lost.items():
-            self._ranks.log(f"{name} does not serve at step {version}: {why}")
+            self._ranks.log(f"{name} does not serve at step {sent.number}: {why}")
         return WeightTransfer(
             self._publisher.way,
             report.sent.bytes_sent,
