@@ -17,13 +17,12 @@ A transport is a pair of :class:`Outgoing` and :class:`Incoming`, in files of it
 of a trainer may send, each its share of the buckets (``sender_group``); the first of them drives the exchange.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
-from rlhf_core.errors import WeightSyncFailed
-from rlhf_core.schemas.weight_sync import Manifest, Offer, Receipt, SentVersion
+from rlhf_core.schemas.weight_sync import Manifest, Offer, Receipt
 from rlhf_core.weight_sync.layout import Share
 
 Beat = Callable[[], None]
@@ -108,21 +107,3 @@ class EngineControl(Protocol):
 
     def abort(self, version: int) -> None:
         """Have the engine drop its staged version."""
-
-
-def require_agreement(sent: SentVersion, receipts: Mapping[str, Receipt]) -> None:
-    """Refuse a commit unless every engine has staged exactly the version that was sent.
-
-    Args:
-        receipts: by the name of the engine.
-
-    Raises:
-        WeightSyncFailed: one is for another version or other weights. ``peer`` names the engine.
-    """
-    for name, receipt in receipts.items():
-        if (receipt.version, receipt.digest) != (sent.version, sent.digest):
-            raise WeightSyncFailed(
-                f"{name} has staged version {receipt.version} with digest {receipt.digest}, expected version "
-                f"{sent.version} with digest {sent.digest}; send the whole weights again",
-                name,
-            )

@@ -5,8 +5,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 from rlhf_core.errors import WeightSyncFailed
-from rlhf_core.schemas.weight_sync import Receipt, TensorEntry, WeightSyncReport
-from rlhf_core.weight_sync.base import Beat, EngineControl, Weights, require_agreement
+from rlhf_core.schemas.weight_sync import Receipt, SentVersion, TensorEntry, WeightSyncReport
+from rlhf_core.weight_sync.base import Beat, EngineControl, Weights
 from rlhf_core.weight_sync.sender import Sender, Transfer
 
 BEAT_INTERVAL_S = 0.5
@@ -101,8 +101,26 @@ def _staged(
     failures = {**refused, **failures, **transfer.failures_of_others(beat)}
     if failures:
         raise _failure_of(failures, transfer.senders)
-    require_agreement(transfer.sent, receipts)
+    _require_agreement(transfer.sent, receipts)
     return tuple(receipts.values())
+
+
+def _require_agreement(sent: SentVersion, receipts: Mapping[str, Receipt]) -> None:
+    """Refuse a commit unless every engine has staged exactly the version that was sent.
+
+    Args:
+        receipts: by the name of the engine.
+
+    Raises:
+        WeightSyncFailed: one is for another version or other weights. ``peer`` names the engine.
+    """
+    for name, receipt in receipts.items():
+        if (receipt.version, receipt.digest) != (sent.version, sent.digest):
+            raise WeightSyncFailed(
+                f"{name} has staged version {receipt.version} with digest {receipt.digest}, expected version "
+                f"{sent.version} with digest {sent.digest}; send the whole weights again",
+                name,
+            )
 
 
 def _failure_of(failures: Mapping[str, Exception], senders: Collection[str]) -> WeightSyncFailed:

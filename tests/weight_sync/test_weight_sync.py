@@ -25,7 +25,7 @@ from sync_processes import (
 from torch import Tensor
 
 from rlhf_core.errors import WeightSyncFailed
-from rlhf_core.schemas.weight_sync import Offer
+from rlhf_core.schemas.weight_sync import LinkBackend, Offer
 from rlhf_core.weight_sync import broadcast
 from rlhf_core.weight_sync.delta import DeltaEncoder
 from rlhf_core.weight_sync.links import CONNECT_TIMEOUT_S, GlooLink, Pending
@@ -52,16 +52,28 @@ def test_an_engine_in_another_place_is_linked_anew(fleet: Fleet) -> None:
 # Losses
 
 
-def test_an_engine_that_stands_still_is_named_and_what_it_sends_later_harms_nothing(fleet: Fleet) -> None:
-    engines = fleet.start(3, {2: Faults(stop_at_bucket=5)})
-    engines[1].answer_timeout_s = 6.0
-    sender = new_sender(stall_timeout_s=3.0)
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize(
+    ("backend", "lost", "fault"),
+    [
+        *((LinkBackend.NCCL, lost, Faults(die_at_bucket=5)) for lost in (1, 2, 3)),
+        *((backend, 2, Faults(stop_at_bucket=5)) for backend in LinkBackend),
+    ],
+)
+def test_an_engine_that_is_lost_in_mid_transfer_is_named(
+    fleet: Fleet, backend: LinkBackend, lost: int, fault: Faults
+) -> None:
+    """Messages that one sends after it stood still harm nothing."""
+    engines, sender = fleet.start(3, {lost: fault}), new_sender(stall_timeout_s=3.0, backend=backend)
+    engines[lost - 1].answer_timeout_s = 6.0
     sync(sender, engines, 0, OLD)
-    with pytest.raises(WeightSyncFailed, check=blames("engine-2")):
+    with pytest.raises(WeightSyncFailed, check=blames(f"engine-{lost}")):
         sync(sender, engines, 1, NEW)
-    others = living(engines, "engine-2")
+    others = living(engines, f"engine-{lost}")
+    assert [engine.active_weights() for engine in others] == [(0, digests(OLD))] * 2
     sync(sender, others, 1, NEW)
-    os.kill(engines[1].process.pid or 0, signal.SIGCONT)
+    if fault.stop_at_bucket:
+        os.kill(engines[lost - 1].process.pid or 0, signal.SIGCONT)
     assert [engine.active_weights() for engine in others] == [(1, digests(NEW))] * 2
 
 
@@ -245,8 +257,11 @@ def test_a_version_that_cannot_be_offered_is_read_to_the_end_and_cancelled(monke
     assert sender._alone.is_cancelled
 
 
-def test_an_error_of_gathering_is_raised_as_it_is_and_engines_give_up(fleet: Fleet) -> None:
-    engines, sender = fleet.start(2), new_sender()
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize("backend", LinkBackend)
+def test_an_error_of_gathering_is_raised_as_it_is_and_engines_give_up(fleet: Fleet, backend: LinkBackend) -> None:
+    """No message is left waiting."""
+    engines, sender = fleet.start(2), new_sender(backend=backend)
     sync(sender, engines, 0, OLD)
 
     def gathered() -> Iterator[tuple[str, Tensor]]:
