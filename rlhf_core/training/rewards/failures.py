@@ -23,6 +23,10 @@ class Completions:
         """Return some of them."""
         return Completions(self.rows[first:end], self.completions[first:end])
 
+    def named(self, index: int) -> str:
+        """One of them, in a message."""
+        return f"completion {index} ({shown(self.completions[index].text)}, prompt {self.rows[index].uid})"
+
 
 @dataclass(frozen=True)
 class SourceScores:
@@ -86,11 +90,7 @@ class RewardFailures:
         Raises:
             RewardFailed: always.
         """
-        raise _error(
-            f"reward function {name} {as_one.failure} for {count} completions at once, but for none of them alone; "
-            f"{_advice(as_one)}",
-            as_one,
-        )
+        raise _error(f"{_as_one(name, as_one, count)}; {_advice(as_one)}", as_one)
 
     def refuse_scorer(self, name: str, index: int, made: Completions) -> NoReturn:
         """Stop the run for a scorer of evaluations that does not judge a completion.
@@ -99,9 +99,8 @@ class RewardFailures:
             RewardFailed: always.
         """
         raise RewardFailed(
-            f"evaluate.scorer {name} returned None for completion {index} ({shown(made.completions[index].text)}, "
-            f"prompt {made.rows[index].uid}); return a finite number for every completion, because a mean over some "
-            "of them would not be comparable"
+            f"evaluate.scorer {name} returned None for {made.named(index)}; return a finite number for every "
+            "completion, because a mean over some of them would not be comparable"
         )
 
     def new_warnings(self, found: SourceScores, made: Completions) -> list[str]:
@@ -129,11 +128,8 @@ class RewardFailures:
 
     def _warning(self, found: SourceScores, made: Completions) -> str:
         if not found.problems and found.as_one is not None:
-            return (
-                f"On rank {self._rank}, reward function {found.name} {found.as_one.failure} for "
-                f"{len(made.completions)} completions at once, but for none of them alone, so none counts as 0; "
-                f"{_advice(found.as_one)}."
-            )
+            sentence = _as_one(found.name, found.as_one, len(made.completions))
+            return f"On rank {self._rank}, {sentence}, so none counts as 0; {_advice(found.as_one)}."
         index, problem = next(iter(found.problems.items()))
         effect = (
             "The completion counts as 0 (reward.on_failure), and so will others"
@@ -148,10 +144,7 @@ class RewardFailures:
     def _sentence(self, source: str, name: str, index: int, problem: RewardCall, made: Completions) -> str:
         has_limit = self._reward.timeout_s and source == "function"
         limit = f" within reward.timeout_s = {self._reward.timeout_s:g} s" if has_limit else ""
-        return (
-            f"reward {source} {name} {problem.failure} for completion {index} ({shown(made.completions[index].text)}, "
-            f"prompt {made.rows[index].uid}); expected a finite number{limit}"
-        )
+        return f"reward {source} {name} {problem.failure} for {made.named(index)}; expected a finite number{limit}"
 
     def about_unjudged(self, unjudged: Sequence[int], made: Completions, allowed: float) -> list[str]:
         """Warning about completions for which every function that counts returned None, once.
@@ -161,11 +154,9 @@ class RewardFailures:
         """
         if not unjudged:
             return []
-        first = unjudged[0]
         found = (
             f"every reward function that counts returned None for {len(unjudged)} of {len(made.completions)} "
-            f"completions, first for completion {first} ({shown(made.completions[first].text)}, "
-            f"prompt {made.rows[first].uid})"
+            f"completions, first for {made.named(unjudged[0])}"
         )
         if len(unjudged) > allowed:
             if allowed:
@@ -174,6 +165,10 @@ class RewardFailures:
             raise RewardFailed(f"{found}; return a number, or add a function that judges such completions{zero}")
         warning = f"On rank {self._rank}, {found}. They count as 0 (reward.on_failure)."
         return self._unreported({("", "unjudged"): warning})
+
+
+def _as_one(name: str, as_one: RewardCall, count: int) -> str:
+    return f"reward function {name} {as_one.failure} for {count} completions at once, but for none of them alone"
 
 
 def _advice(as_one: RewardCall) -> str:
