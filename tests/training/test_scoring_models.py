@@ -47,12 +47,11 @@ from rlhf_core.training.models.reward_model import RewardModel
 from rlhf_core.training.rewards.scoring import RewardScorer, Scores
 from rlhf_core.training.rewards.scoring_models import (
     ModelScores,
-    SampledText,
     ScoringModel,
     ScoringModels,
     load_scoring_models,
 )
-from rlhf_core.training.types import Conversation, Row
+from rlhf_core.training.types import Completion, Conversation, Row
 
 pytestmark = pytest.mark.training
 
@@ -108,18 +107,22 @@ def row(prompt: str, chat: Conversation | None = None) -> Row:
     return Row("u-0", prompt, "", "", {}, chat=chat)
 
 
+def sampled(row: Row, text: str, finished: bool) -> tuple[Row, Completion]:
+    return row, Completion([], text, finished, [])
+
+
 MADE = [
-    SampledText(row(prompt), text, finished)
+    sampled(row(prompt), text, finished)
     for prompt, text, finished in (("12>", "3", True), ("7>", "4455", False), ("9>", "", True), ("123456>", "78", True))
 ]
 
 
 @torch.no_grad()
-def alone(folder: Path, made: SampledText) -> float:
+def alone(folder: Path, row: Row, made: Completion) -> float:
     """Score of one sequence from the class of transformers itself, without padding."""
     model: PreTrainedModel = AutoModelForSequenceClassification.from_pretrained(folder)
     tokenizer = char_tokenizer()
-    ids = tokenizer.encode(made.row.prompt + made.text) + ([tokenizer.eos_token_id] if made.finished else [])
+    ids = tokenizer.encode(row.prompt + made.text) + ([tokenizer.eos_token_id] if made.finished else [])
     return float(model(input_ids=torch.tensor([ids])).logits)
 
 
@@ -127,7 +130,7 @@ def alone(folder: Path, made: SampledText) -> float:
 def test_every_score_is_that_of_the_sequence_alone(pad: str, tmp_path: Path) -> None:
     folder = make_reward_model(tmp_path / "model", pad)
     found = only(load(folder)).scores(MADE, lambda: None)
-    assert found.raw == pytest.approx([alone(folder, made) for made in MADE], abs=1e-5)
+    assert found.raw == pytest.approx([alone(folder, *made) for made in MADE], abs=1e-5)
     assert found.num_cut == 0
 
 
@@ -136,13 +139,13 @@ def test_scores_at_the_last_place_of_a_padded_batch_are_caught(tmp_path: Path) -
     folder = make_reward_model(tmp_path / "model")
     with mock.patch("rlhf_core.training.models.reward_model._last_places", lambda ids, *_: torch.full((len(ids),), -1)):
         found = only(load(folder)).scores(MADE, lambda: None)
-    expected = [alone(folder, made) for made in MADE]
+    expected = [alone(folder, *made) for made in MADE]
     assert max(abs(a - b) for a, b in zip(found.raw, expected, strict=True)) > 1e-3
 
 
 def test_an_end_token_that_is_padding_is_scored_before_it(tmp_path: Path) -> None:
     """As in training and in transformers, such a model gives the same score whether or not a completion has ended."""
-    made = [SampledText(row("1>"), "23", finished) for finished in (True, False)]
+    made = [sampled(row("1>"), "23", finished) for finished in (True, False)]
     ended, cut = only(load(make_reward_model(tmp_path / "end", "end"))).scores(made, lambda: None).raw
     assert ended == pytest.approx(cut, abs=1e-6)
     ended, cut = only(load(make_reward_model(tmp_path / "own", "own"))).scores(made, lambda: None).raw
@@ -187,7 +190,7 @@ def encoded_score(folder: Path, tokenizer: PreTrainedTokenizerBase, *texts: str)
 def test_an_encoder_is_scored_as_it_does_it_itself(kind: str, tmp_path: Path) -> None:
     tokenizer = make_encoder(tmp_path, kind)
     found = only(load(tmp_path)).scores(MADE, lambda: None)
-    expected = [encoded_score(tmp_path, tokenizer, made.row.prompt, made.text) for made in MADE]
+    expected = [encoded_score(tmp_path, tokenizer, asked.prompt, made.text) for asked, made in MADE]
     assert found.raw == pytest.approx(expected, abs=1e-5)
     assert len({round(score, 3) for score in expected}) == len(MADE)
 
@@ -211,7 +214,7 @@ def test_an_encoder_loses_the_beginning_between_its_special_tokens(
     """Models with 7 or 10 positions, 3 of them for special tokens; RoBERTa's table is longer, which does not help."""
     positions = 10 if kept[0] == "12>" else 8 if not kept[0] else 7
     tokenizer = make_encoder(tmp_path, kind, positions)
-    found = only(load(tmp_path)).scores([SampledText(row(prompt), text, True)], lambda: None)
+    found = only(load(tmp_path)).scores([sampled(row(prompt), text, True)], lambda: None)
     assert found.num_cut == ((prompt, text) != kept)
     assert found.raw == pytest.approx([encoded_score(tmp_path, tokenizer, *kept)], abs=1e-5)
 
@@ -234,8 +237,8 @@ def test_a_conversation_is_read_as_it_was_in_training(tmp_path: Path) -> None:
     )
     asked = row("whatever the policy has read", Conversation(turns))
     trained = [*example.prompt, *example.completions[0]]
-    assert model._input(SampledText(asked, "2", True)).ids == trained
-    cut = model._input(SampledText(asked, "2", False)).ids
+    assert model._input(*sampled(asked, "2", True)).ids == trained
+    cut = model._input(*sampled(asked, "2", False)).ids
     assert trained[: len(cut)] == cut
     assert char_tokenizer().decode(trained[len(cut) :]) == "<|im_end|>\n", "a completion that was cut off has not ended"
 
@@ -244,7 +247,7 @@ def test_a_conversation_is_read_as_it_was_in_training(tmp_path: Path) -> None:
 def test_a_truncated_completion_in_a_chat_template_has_no_end(text: str, tmp_path: Path) -> None:
     """Also a truncation within the text of the end token, or in text that the template would strip."""
     model = only(load(make_reward_model(tmp_path / "model"), template="chat"))
-    cut = char_tokenizer().decode(model._input(SampledText(row("1+1>"), text, False)).ids)
+    cut = char_tokenizer().decode(model._input(*sampled(row("1+1>"), text, False)).ids)
     assert str(cut).endswith(f"<|im_start|>assistant\n{text}")
 
 
@@ -256,15 +259,15 @@ def test_text_goes_through_the_chat_template_only_where_that_is_asked_for(
     template: str, expected: str, tmp_path: Path
 ) -> None:
     model = only(load(make_reward_model(tmp_path / "model"), template=template))
-    text = char_tokenizer().decode(model._input(SampledText(row("1+1>"), "2", True)).ids)
+    text = char_tokenizer().decode(model._input(*sampled(row("1+1>"), "2", True)).ids)
     assert str(text).startswith(expected)
 
 
 def test_a_longer_sequence_loses_its_beginning(tmp_path: Path) -> None:
     model = only(load(make_reward_model(tmp_path / "model"), max_tokens=4))
-    found = model.scores([SampledText(row("123456>"), "78", True), SampledText(row("56>"), "78", False)], lambda: None)
+    found = model.scores([sampled(row("123456>"), "78", True), sampled(row("56>"), "78", False)], lambda: None)
     assert found.num_cut == 2
-    short = model.scores([SampledText(row(">"), "78", True)], lambda: None)
+    short = model.scores([sampled(row(">"), "78", True)], lambda: None)
     assert found.raw[0] == pytest.approx(short.raw[0], abs=1e-5)
 
 
@@ -412,7 +415,7 @@ def test_a_conversation_that_the_template_refuses_fails_for_itself(tmp_path: Pat
     models = load(make_reward_model(tmp_path, tokenizer=tokenizer))
     user = {"role": "user", "content": "1+1"}
     rows = [row("a", Conversation((user,))), row("b", Conversation(({"role": "system", "content": "be good"}, user)))]
-    (expected,) = only(models).scores([SampledText(rows[0], "2", True)], lambda: None).raw
+    (expected,) = only(models).scores([sampled(rows[0], "2", True)], lambda: None).raw
 
     def score(on_failure: str) -> Scores:
         reward = {"functions": [], "models": {"good": {"path": "m"}}, "timeout_s": 0.0, "on_failure": on_failure}

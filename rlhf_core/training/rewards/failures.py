@@ -19,6 +19,11 @@ class Completions:
     """Row of each."""
     completions: Sequence[Completion]
 
+    @property
+    def pairs(self) -> list[tuple[Row, Completion]]:
+        """Each with its row."""
+        return list(zip(self.rows, self.completions, strict=True))
+
     def part(self, first: int, end: int) -> "Completions":
         """Return some of them."""
         return Completions(self.rows[first:end], self.completions[first:end])

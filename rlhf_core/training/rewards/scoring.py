@@ -19,7 +19,7 @@ from rlhf_core.schemas.scoring_models import ScoringModelState
 from rlhf_core.training.rewards.failures import Completions, RewardFailures, SourceScores
 from rlhf_core.training.rewards.functions import Conversations, RewardCall, call_reward, load_reward, reward_arguments
 from rlhf_core.training.rewards.process import RewardProcess
-from rlhf_core.training.rewards.scoring_models import ModelScores, SampledText, ScoringModels
+from rlhf_core.training.rewards.scoring_models import ModelScores, ScoringModels
 from rlhf_core.training.types import Completion, Row
 
 LEAST_SHARE = 1 / 16
@@ -170,7 +170,7 @@ class RewardScorer:
     def _by_models(self, made: Completions, beat: Callable[[], None], allowed: float) -> list[SourceScores]:
         if self._models is None:
             return []
-        found = self._models.score(_texts(made), beat)
+        found = self._models.score(made.pairs, beat)
         return [self._by_model(name, scores, made, allowed) for name, scores in found.items()]
 
     def _by_model(self, name: str, scores: ModelScores, made: Completions, allowed: float) -> SourceScores:
@@ -195,7 +195,7 @@ class RewardScorer:
         made = Completions(rows, completions)
         if name := self._spec.evaluate.scorer_model:
             assert self._models is not None, "the evaluator and the trainer load the model of the scorer"
-            found = self._by_model(name, self._models.rate(name, _texts(made), beat), made, 0.0)
+            found = self._by_model(name, self._models.rate(name, made.pairs, beat), made, 0.0)
         else:
             ((name, path),) = self._evaluation.items()
             found = self._by_function(name, path, made, self._seed(0, 0), beat, 0.0)
@@ -256,10 +256,3 @@ class RewardScorer:
     def _seed(self, step: int, sampling_round: int) -> int:
         text = f"{self._spec.seed}|{step}|{sampling_round}|{self._rank}"
         return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
-
-
-def _texts(made: Completions) -> list[SampledText]:
-    return [
-        SampledText(row, one.text, one.finished, one.episode.messages if one.episode else ())
-        for row, one in zip(made.rows, made.completions, strict=True)
-    ]

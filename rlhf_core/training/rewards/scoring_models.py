@@ -30,21 +30,13 @@ from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.models.causal_lm import dropout_free_config
 from rlhf_core.training.models.loaded_weights import load_whole, move
 from rlhf_core.training.models.reward_model import RewardModel, is_reward_model
-from rlhf_core.training.types import Conversation, Messages, Row
+from rlhf_core.training.types import Completion, Conversation, Row
+
+Sampled = tuple[Row, Completion]
+"""A completion to be scored, and its row."""
 
 _CUT = "<|the completion was truncated here|>"
 """Mark of the end of a truncated completion while a chat template renders it; never part of a scored text."""
-
-
-class SampledText(NamedTuple):
-    """A completion to be scored."""
-
-    row: Row
-    text: str
-    finished: bool
-    """True if the policy ended it; otherwise it was truncated at the maximum length."""
-    messages: Messages = ()
-    """Its turns and the results of tools between them, if it has several; the last one is a turn of the policy."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +98,7 @@ class ScoringModel:
             tokenizer.truncation_side = "left"
 
     @torch.no_grad()
-    def scores(self, made: Sequence[SampledText], beat: Callable[[], None]) -> ModelScores:
+    def scores(self, made: Sequence[Sampled], beat: Callable[[], None]) -> ModelScores:
         """Score completions, batching those of similar length.
 
         Args:
@@ -116,7 +108,7 @@ class ScoringModel:
         unread: dict[int, str] = {}
         for index, one in enumerate(made):
             try:
-                inputs[index] = self._input(one)
+                inputs[index] = self._input(*one)
             except UnrenderedChat as error:
                 unread[index] = str(error)
         order = sorted(inputs, key=lambda index: len(inputs[index].ids))
@@ -148,10 +140,10 @@ class ScoringModel:
         filled = [[*row, *[filler] * (longest - len(row))] for row in rows]
         return torch.tensor(filled).to(self._model.device)
 
-    def _input(self, made: SampledText) -> _Input:
+    def _input(self, row: Row, made: Completion) -> _Input:
         """Prompt and completion in the form that the model was trained on, cut at the beginning if they are too
         long."""
-        scored = self._rendered(made)
+        scored = self._rendered(row, made)
         if self._decoder is None:
             return self._pair(scored)
         (prompt,) = prompt_tokens([scored], self._tokenizer)
@@ -177,13 +169,13 @@ class ScoringModel:
             read = self._tokenizer(*texts, truncation=strategy, max_length=self._max_tokens)
         return _Input(read["input_ids"], read.get("token_type_ids", []), is_cut)
 
-    def _rendered(self, made: SampledText) -> Row:
+    def _rendered(self, row: Row, made: Completion) -> Row:
         """Build a row whose target is the completion, as text or rendered by this model's chat template."""
-        row, template = made.row, self._settings.template
+        template = self._settings.template
         if template == "text" or (template == "data" and row.chat is None):
             return dataclasses.replace(row, target=made.text, chat=None)
         messages = row.chat.prompt if row.chat is not None else ({"role": "user", "content": row.prompt},)
-        several = made.messages if row.chat is not None else ()
+        several = made.episode.messages if made.episode is not None and row.chat is not None else ()
         *before_last, last = several or ({"role": "assistant", "content": made.text},)
         # The end of a truncated completion is marked, to leave out what the template writes after it.
         last = last if made.finished else {**last, "content": f"{last['content']}{_CUT}"}
@@ -224,7 +216,7 @@ class ScoringModels:
     states: dict[str, ScoringModelState]
     ranks: Ranks
 
-    def score(self, made: Sequence[SampledText], beat: Callable[[], None]) -> dict[str, ModelScores]:
+    def score(self, made: Sequence[Sampled], beat: Callable[[], None]) -> dict[str, ModelScores]:
         """Score completions by each model. Collective if a model normalises; ranks may have any number of
         completions."""
         found = {model.name: model.scores(made, beat) for model in self.models}
@@ -234,7 +226,7 @@ class ScoringModels:
             for name, scores in found.items()
         }
 
-    def rate(self, name: str, made: Sequence[SampledText], beat: Callable[[], None]) -> ModelScores:
+    def rate(self, name: str, made: Sequence[Sampled], beat: Callable[[], None]) -> ModelScores:
         """Score completions by one model, without counting them in its statistics. Not collective."""
         (model,) = (one for one in self.models if one.name == name)
         return model.scores(made, beat)
