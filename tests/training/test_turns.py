@@ -568,7 +568,8 @@ def test_rollouts_are_the_same_in_whatever_order_they_go_on(ranks: Ranks, monkey
     in_rounds = rolled(ranks, 6)
     assert len({len(made.episode.turns) for made in in_rounds if made.episode}) > 1
     assert rolled(ranks, 6, order=0) == rolled(ranks, 6, order=-1, apart=True) == in_rounds
-    by_order = lambda one: derived_seed(7, f"{next(numbers)}") if one.turns else one.seed  # noqa: E731
+    # With 7, the first two of these seeds end their rollouts, and some orders of replies give what rounds do.
+    by_order = lambda one: derived_seed(8, f"{next(numbers)}") if one.turns else one.seed  # noqa: E731
     monkeypatch.setattr(OpenRollout, "turn_seed", property(by_order))
     found = []
     for order in (None, -1):
