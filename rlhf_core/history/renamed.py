@@ -12,10 +12,8 @@ from rlhf_core.errors import BadInput
 
 @dataclass(frozen=True)
 class Renamed:
-    """A name changed by a migration."""
+    """A name of version 0.1, changed by revision 0019 of the schema."""
 
-    revision: str
-    """First revision of the schema with the new name."""
     table: str
     """Table of the column, by its current name; for a table, its old name."""
     column: str
@@ -27,14 +25,14 @@ class Renamed:
 
 
 RENAMED = (
-    Renamed("0009", "checkpoints", "stage", "loop", "a stage is a step of the run; sft and grpo are training loops"),
-    Renamed("0009", "checkpoints", "stage_finished", "loop_finished", "as above"),
-    Renamed("0009", "leases", "owner", "holder", "`runs.owner` is a user, this is a controller"),
-    Renamed("0009", "checks", "position", "check_index", "a position is a byte in a file, this is a number in a list"),
-    Renamed("0009", "evaluation_samples", "position", "row_index", "as above"),
-    Renamed("0009", "promotions", "asked_at", "requested_at", "requests have times of requests"),
-    Renamed("0009", "promotions", "moved_at", "state_changed_at", "the state changes; the model does not move"),
-    Renamed("0009", "kept_goodput", "", "goodput_cache", "it is a cache of `run_goodput`"),
+    Renamed("checkpoints", "stage", "loop", "a stage is a step of the run; sft and grpo are training loops"),
+    Renamed("checkpoints", "stage_finished", "loop_finished", "as above"),
+    Renamed("leases", "owner", "holder", "`runs.owner` is a user, this is a controller"),
+    Renamed("checks", "position", "check_index", "a position is a byte in a file, this is a number in a list"),
+    Renamed("evaluation_samples", "position", "row_index", "as above"),
+    Renamed("promotions", "asked_at", "requested_at", "requests have times of requests"),
+    Renamed("promotions", "moved_at", "state_changed_at", "the state changes; the model does not move"),
+    Renamed("kept_goodput", "", "goodput_cache", "it is a cache of `run_goodput`"),
 )
 """Every name changed since version 0.1."""
 
@@ -64,8 +62,8 @@ def advice(text: str, error: str) -> str:
     else:
         fitting = []
     return " ".join(
-        f"{f'{one.table}.' if one.column else ''}{one.column or one.table} is called {one.now} since schema "
-        f"{one.revision}: write {one.now} instead."
+        f"{f'{one.table}.' if one.column else ''}{one.column or one.table} is called {one.now} since schema 0019: "
+        f"write {one.now} instead."
         for one in fitting
     )
 
@@ -79,4 +77,4 @@ def refuse_old_values(text: str) -> None:
     found = _OLD_EVENTS.search(text)
     if found is not None and re.search(r"\bevents\b", text, re.IGNORECASE):
         now = found[0].replace("keeper", "reconcile", 1).replace("_tell", "_publish")
-        raise BadInput(f"events of kind {found[0]} are called {now} since schema 0009: write {now} instead.")
+        raise BadInput(f"events of kind {found[0]} are called {now} since schema 0019: write {now} instead.")

@@ -109,11 +109,11 @@ def read(url: str, known: Collection[str] | None = None) -> dict[str, dict[str, 
 
 
 def copy_row(url: str, name: str, **changed: object) -> None:
-    """Insert the only row of a table once more, with other values in some columns."""
+    """Insert the first row of a table once more, with other values in some columns."""
     engine = database.writing_engine(database.parse_url(url))
     with engine.begin() as connection:
         table = sa.Table(name, sa.MetaData(), autoload_with=connection)
-        row = connection.execute(table.select()).one()._mapping
+        row = connection.execute(table.select()).mappings().fetchall()[0]
         connection.execute(table.insert(), [{**row, **changed}])
     engine.dispose()
 

@@ -178,7 +178,8 @@ def long_run(*, external: bool, timed: bool) -> Rows:
     ("external", "timed", "limit"), [(False, True, 3_000), (True, True, 12_000), (True, False, 4_000)]
 )
 def test_many_incidents_of_a_long_run_read_few_rows(tmp_path: Path, limit: int, *, external: bool, timed: bool) -> None:
-    """Limits in thousands of instructions of SQLite's machine. Before schema 0016: 6,281, 45,266, and over 400,000."""
+    """Limits in thousands of instructions of SQLite's machine. Before the steps were found by the primary key: 6,281,
+    45,266, and over 400,000."""
     with HistoryStore(new_sqlite(tmp_path)) as store:
         fill(store, [long_run(external=external, timed=timed)])
         for question in (LOST, RECOVERED, GOODPUT):

@@ -12,13 +12,13 @@ from rlhf_core.schemas.reports import ReconcileNote
 from rlhf_core.watchdog.ingest import sync
 
 OLD = {
-    "SELECT c.stage FROM checkpoints c": "checkpoints.stage is called loop since schema 0009: write loop instead",
+    "SELECT c.stage FROM checkpoints c": "checkpoints.stage is called loop since schema 0019: write loop instead",
     "SELECT stage_finished FROM checkpoints": "write loop_finished instead",
     "SELECT owner FROM leases": "write holder instead",
     "SELECT run_id FROM checks ORDER BY position": "checks.position is called check_index",
     "SELECT position FROM evaluation_samples": "evaluation_samples.position is called row_index",
     "SELECT p.moved_at - p.asked_at FROM promotions p": r"write (state_changed_at|requested_at) instead",
-    "SELECT * FROM kept_goodput": "kept_goodput is called goodput_cache since schema 0009: write goodput_cache instead",
+    "SELECT * FROM kept_goodput": "kept_goodput is called goodput_cache since schema 0019: write goodput_cache instead",
     "SELECT time FROM events WHERE kind = 'keeper_adopt'": "write 'reconcile_adopt' instead",
     "SELECT time FROM events WHERE kind = 'keeper_tell'": "write 'reconcile_publish' instead",
     "SELECT time FROM events WHERE kind LIKE 'keeper%'": "write 'reconcile%' instead",
