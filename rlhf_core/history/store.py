@@ -42,9 +42,6 @@ class HistoryStore:
     Args:
         url: SQLAlchemy URL of a SQLite file or a PostgreSQL database. A SQLite file that does not exist yet is created
             with all tables; nothing else is migrated implicitly.
-        check_schema: false only for ``rlhf db upgrade``.
-        now: clock for leases on SQLite, where every controller runs on this machine. PostgreSQL uses the server's
-            clock, so controllers on several machines need no synchronized clocks.
 
     Raises:
         BadConfig: the URL is invalid, or the database is not supported.
@@ -53,9 +50,8 @@ class HistoryStore:
         DatabaseUnavailable: no response, no space, no permission, or no database.
     """
 
-    def __init__(self, url: str, *, check_schema: bool = True, now: Callable[[], datetime] = utc_now) -> None:
+    def __init__(self, url: str) -> None:
         self.url = database.parse_url(url)
-        self._now = now
         file = database.sqlite_file(self.url)
         if file is not None:
             database.refuse_network_file_system(file)
@@ -63,12 +59,11 @@ class HistoryStore:
                 migrate.upgrade(self.url)
         self._writing = database.writing_engine(self.url)
         self._reading = database.reading_engine(self.url, self._writing)
-        if check_schema:
-            try:
-                migrate.require_current(self._reading, self.url)
-            except BaseException:
-                self.close()
-                raise
+        try:
+            migrate.require_current(self._reading, self.url)
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Close every connection."""
@@ -195,9 +190,10 @@ class HistoryStore:
             )
 
     def time(self, connection: Connection) -> datetime:
-        """Read the clock for leases."""
+        """Read the clock for leases: on SQLite that of this machine, on which every controller then runs; on PostgreSQL
+        that of the server, so controllers on several machines need no synchronized clocks."""
         if connection.dialect.name == "sqlite":
-            return self._now()
+            return utc_now()
         moment: datetime = connection.execute(select(func.clock_timestamp())).scalar_one()
         return moment
 
@@ -308,7 +304,7 @@ class HistoryStore:
             connection.execute(
                 update(CHECKPOINTS)
                 .where(CHECKPOINTS.c.run_id == run_id, CHECKPOINTS.c.removed_at.is_(None))
-                .values(removed_at=self._now())  # reset for those that are found again
+                .values(removed_at=utc_now())  # reset for those that are found again
             )
 
     def clear(self) -> None:

@@ -135,10 +135,11 @@ def test_only_the_requested_runs_are_exported(run: RunFiles, tmp_path: Path) -> 
         assert found == {run.run_id, others[0].run_id} or (not found and path.stem != "runs"), path.name
 
 
-def test_only_one_batch_is_in_memory(run: RunFiles) -> None:
+def test_only_one_batch_is_in_memory(run: RunFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf_core.history.queries.exports.BATCH_ROWS", 10)
     with HistoryStore(load_site().database_url) as store, reading_tables(store, [run.run_id]) as tables:
         metrics = next(table for table in tables if table.name == "metrics")
-        assert [len(batch) for batch in metrics.batches(10)] == [10, 10, 6]
+        assert [len(batch) for batch in metrics.batches()] == [10, 10, 6]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -499,10 +500,11 @@ def test_an_error_of_mlflow_on_a_full_disk_is_explained(
     assert not (tmp_path / "mlflow.db").exists()
 
 
-def test_points_are_read_from_a_step_on(run: RunFiles) -> None:
+def test_points_are_read_from_a_step_on(run: RunFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf_core.history.queries.exports.BATCH_ROWS", 3)
     with HistoryStore(load_site().database_url) as store:
-        all_of_them = list(curve_points(store, run.run_id, 3))
-        later = list(curve_points(store, run.run_id, 3, first_step=4))
+        all_of_them = list(curve_points(store, run.run_id))
+        later = list(curve_points(store, run.run_id, first_step=4))
     assert all_of_them == sorted(all_of_them, key=lambda point: (point.step, point.key))
     assert later == [point for point in all_of_them if point.step >= 4]
 

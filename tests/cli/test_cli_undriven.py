@@ -112,7 +112,8 @@ def test_a_run_between_two_controllers_is_given_time() -> None:
         with HistoryStore(url) as store:
             store.release_lease(run_dir.run_id, str(owner), 1)
             assert undriven_since(store, [run_dir.run_id]) == {}
-        with HistoryStore(url, now=lambda: utc_now() + timedelta(seconds=60)) as store:
+        with HistoryStore(url) as store:
+            store.time = lambda connection: utc_now() + timedelta(seconds=60)  # type: ignore[method-assign]
             assert [*undriven_since(store, [run_dir.run_id])] == [run_dir.run_id]
 
 

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 from typing import Any
 from uuid import UUID
 
@@ -217,13 +218,14 @@ def test_a_program_does_not_wait_forever_and_a_user_decides(
     interval_s = 60.0  # each poll sends a few requests to the server
     monkeypatch.setattr(deploy_commands, "POLL_INTERVAL_S", interval_s)
     slept = Clock()
+    monkeypatch.setattr(deploy_commands, "time", SimpleNamespace(monotonic=slept, sleep=slept.sleep))
     with pytest.raises(RunNotBegun, match="no worker"):
-        _await_beginning(lambda: False, submitted, None, slept, slept.sleep)
+        _await_beginning(lambda: False, submitted, None)
     assert STUCK_S <= slept.now < STUCK_S + interval_s
 
     monkeypatch.setattr("rlhf_core.cli.progress.terminal_prompt", lambda: lambda question: True)
-    slept = Clock()
-    _await_beginning(lambda: slept.now > 3 * STUCK_S, submitted, None, slept, slept.sleep)
+    slept.now = 0.0
+    _await_beginning(lambda: slept.now > 3 * STUCK_S, submitted, None)
     monkeypatch.setattr("rlhf_core.cli.progress.terminal_prompt", lambda: None)
 
     announced: list[float] = []
@@ -234,8 +236,8 @@ def test_a_program_does_not_wait_forever_and_a_user_decides(
             announced.append(slept.now)
         return slept.now > 3 * STUCK_S
 
-    slept = Clock()  # negative control: a free slot is awaited for as long as it takes
-    _await_beginning(begins, submitted, None, slept, slept.sleep)
+    slept.now = 0.0  # negative control: a free slot is awaited for as long as it takes
+    _await_beginning(begins, submitted, None)
 
 
 def test_a_flow_run_that_has_not_started_is_withdrawn(client: Any, submitted: Submitted, capsys: Printed) -> None:

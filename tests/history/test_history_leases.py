@@ -2,7 +2,7 @@
 
 import multiprocessing
 import threading
-from datetime import datetime, timedelta
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -83,21 +83,12 @@ def test_a_token_is_higher_than_those_in_the_journal(store: HistoryStore, runs: 
     assert store.acquire_lease("not ingested yet", "me", 60, above=7) == 8
 
 
-def test_sqlite_leases_follow_the_given_clock(tmp_path: Path) -> None:
-    class Clock:
-        moment = at(0)
-
-        def __call__(self) -> datetime:
-            return self.moment
-
-    clock = Clock()
-    with HistoryStore(f"sqlite:///{tmp_path}/history.db", now=clock) as store:
-        store.acquire_lease(RUN, "first", 60)
-        clock.moment += timedelta(seconds=59.9)
-        with pytest.raises(LeaseLost):
-            store.acquire_lease(RUN, "second", 60)
-        clock.moment += timedelta(seconds=0.1)
-        assert store.acquire_lease(RUN, "second", 60) == 2
+def test_sqlite_leases_follow_the_clock_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with HistoryStore(f"sqlite:///{tmp_path}/history.db") as store:
+        for seconds, holder, token in ((0, "first", 1), (59.9, "second", None), (60, "second", 2)):
+            monkeypatch.setattr("rlhf_core.history.store.utc_now", lambda seconds=seconds: at(seconds))
+            with nullcontext() if token else pytest.raises(LeaseLost):
+                assert store.acquire_lease(RUN, holder, 60) == token
 
 
 # ---------------------------------------------------------------------------------------------------------------------

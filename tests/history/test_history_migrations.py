@@ -92,16 +92,14 @@ def test_an_older_schema_names_the_command(database_url: str, monkeypatch: pytes
 
 
 def test_a_schema_of_a_newer_program_is_left_alone(database_url: str) -> None:
-    with HistoryStore(database_url) as store, store.writing() as connection:
-        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
+    write(database_url, "UPDATE alembic_version SET version_num = '9999'")
     try:
         with pytest.raises(SchemaOutOfDate, match=r"schema 9999, .* newer version of rlhf-flows"):
             HistoryStore(database_url)
         with pytest.raises(SchemaOutOfDate, match="nothing was changed"):
             migrate.upgrade(database.parse_url(database_url))
     finally:
-        with HistoryStore(database_url, check_schema=False) as store, store.writing() as connection:
-            connection.exec_driver_sql(f"UPDATE alembic_version SET version_num = '{SCHEMA_REVISION}'")
+        write(database_url, f"UPDATE alembic_version SET version_num = '{SCHEMA_REVISION}'")
 
 
 def test_postgresql_is_never_migrated_on_the_way() -> None:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from control_fakes import Clock
 from history_tools import RunFiles, at, ingested, whole_run
 from http_stand_in import QuietHandler, serving
 from tracker_readers import shown_scalars, tensorboard, wandb_history
@@ -376,13 +377,6 @@ def test_a_run_that_wandb_refused_is_taken_later(
 # Several runs
 
 
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 @pytest.fixture
 def trackers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Tracker]:
     """The tracker of each run, in the place of TensorBoard's files."""
@@ -400,11 +394,12 @@ def _other_run() -> RunFiles:
 
 
 def test_a_tracker_that_is_away_is_reported_once_and_catches_up(
-    run: RunFiles, store: HistoryStore, trackers: dict[str, Tracker]
+    run: RunFiles, store: HistoryStore, trackers: dict[str, Tracker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     warnings: list[str] = []
     clock = Clock()
-    live = LiveExport(store, "tensorboard", "/out", warnings.append, clock=clock)
+    monkeypatch.setattr(following, "time", SimpleNamespace(monotonic=clock))
+    live = LiveExport(store, "tensorboard", "/out", warnings.append)
     stamps = {run.run_id: 1, _other_run().run_id: 1}
     for run_id in stamps:
         trackers[run_id] = Tracker()
@@ -412,12 +407,12 @@ def test_a_tracker_that_is_away_is_reported_once_and_catches_up(
     assert live.update(stamps) == {}
     assert live.update(stamps) == {}
     assert trackers[run.run_id].calls == ["write"], "it is left alone for a while"
-    clock.now_s += RETRY_INTERVAL_S
+    clock.now += RETRY_INTERVAL_S
     assert live.update(stamps) == {}
     assert len(warnings) == 1
     for tracker in trackers.values():
         tracker.away = ""
-    clock.now_s += RETRY_INTERVAL_S
+    clock.now += RETRY_INTERVAL_S
     assert list(live.update(stamps).items()) == [(run_id, "here") for run_id in stamps if run_id != run.run_id]
     assert trackers[run.run_id].curve() == LOSS
     trackers[run.run_id].away = "away again"

@@ -145,7 +145,7 @@ def _print_metrics(compared: "Facts") -> None:
     output.print_section(("metric", "run", "curve", "value", "at step"), rows)
 
 
-def sparklines(curves: Sequence[Sequence[tuple[int, float]]], width: int = _CURVE_WIDTH) -> list[str]:
+def sparklines(curves: Sequence[Sequence[tuple[int, float]]]) -> list[str]:
     """Draw each curve as a line of bars, all on the same axes; blank before its first step and after its last one."""
     finite_curves = [finite(curve) for curve in curves]
     points = [point for curve in finite_curves for point in curve]
@@ -153,7 +153,7 @@ def sparklines(curves: Sequence[Sequence[tuple[int, float]]], width: int = _CURV
         return [""] * len(curves)
     first, last = min(step for step, _ in points), max(step for step, _ in points)
     low, high = min(value for _, value in points), max(value for _, value in points)
-    cells = min(width, last - first + 1)
+    cells = min(_CURVE_WIDTH, last - first + 1)
     return [_sparkline(curve, cells, (first, last), (low, high)) for curve in finite_curves]
 
 

@@ -1,7 +1,4 @@
-"""``rlhf deploy`` and ``rlhf submit``: runs requested in Prefect, on demand or on a schedule.
-
-Heavy modules are imported inside the functions, so that ``rlhf --help`` stays fast.
-"""
+"""``rlhf deploy`` and ``rlhf submit``: runs requested in Prefect, on demand or on a schedule."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -202,13 +199,7 @@ def _watch(site: "Site", request: "Submitted", begin_within_s: float | None, as_
     note_open_question(run_dir, record)
 
 
-def _await_beginning(
-    has_begun: Callable[[], bool],
-    request: "Submitted",
-    begin_within_s: float | None,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> None:
+def _await_beginning(has_begun: Callable[[], bool], request: "Submitted", begin_within_s: float | None) -> None:
     """Wait until a worker has created the run, and report the reason for waiting.
 
     Raises:
@@ -219,7 +210,7 @@ def _await_beginning(
     from rlhf_core.cli.progress import terminal_prompt
 
     timeout_s = STUCK_S if begin_within_s is None and terminal_prompt() is None else None
-    started, stuck_since, reason = clock(), None, ""
+    started, stuck_since, reason = time.monotonic(), None, ""
     while not has_begun():
         wait = queue_wait(request.flow_run_id)
         if has_begun():
@@ -227,7 +218,7 @@ def _await_beginning(
         if wait.words != reason:
             reason = wait.words
             (output.warn if wait.stuck else output.note)(f"run {request.run_id} has not started: {reason}")
-        now = clock()
+        now = time.monotonic()
         stuck_since = (now if stuck_since is None else stuck_since) if wait.stuck else None
         late = begin_within_s is not None and now - started >= begin_within_s
         if late or (timeout_s is not None and stuck_since is not None and now - stuck_since >= timeout_s):
@@ -236,4 +227,4 @@ def _await_beginning(
                 "request remains, and the run starts when it can: do not request it again. Cancel on its page "
                 f"withdraws it: {request.url}"
             )
-        sleep(POLL_INTERVAL_S)
+        time.sleep(POLL_INTERVAL_S)

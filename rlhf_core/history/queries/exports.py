@@ -58,9 +58,9 @@ class ExportTable:
     _connection: Connection
     _query: Select[Any]
 
-    def batches(self, num_rows: int = BATCH_ROWS) -> Iterator[Sequence[Sequence[Any]]]:
-        """Yield the rows, at most ``num_rows`` at a time, by key."""
-        with self._connection.execute(self._query, execution_options={"yield_per": num_rows}) as result:
+    def batches(self) -> Iterator[Sequence[Sequence[Any]]]:
+        """Yield the rows, at most :data:`BATCH_ROWS` at a time, by key."""
+        with self._connection.execute(self._query, execution_options={"yield_per": BATCH_ROWS}) as result:
             yield from result.partitions()
 
 
@@ -105,9 +105,7 @@ def pruned_runs(store: HistoryStore, run_ids: Sequence[str]) -> list[str]:
         return [run_id for run_id in run_ids if are_pruned(connection, run_id)]
 
 
-def curve_points(
-    store: HistoryStore, run_id: str, num_rows: int = BATCH_ROWS, *, first_step: int = 0
-) -> Iterator[CurvePoint]:
+def curve_points(store: HistoryStore, run_id: str, first_step: int = 0) -> Iterator[CurvePoint]:
     """Read the valid metrics of a run from a step on, by step and key."""
     query = (
         select(CURVE.c.key, CURVE.c.step, CURVE.c.value, CURVE.c.non_finite, CURVE.c.time)
@@ -116,7 +114,7 @@ def curve_points(
     )
     with (
         store.reading() as connection,
-        connection.execute(query, execution_options={"yield_per": num_rows}) as result,
+        connection.execute(query, execution_options={"yield_per": BATCH_ROWS}) as result,
     ):
         for key, step, value, non_finite, time in result:
             yield CurvePoint(key, step, float(non_finite) if value is None else value, time)

@@ -95,7 +95,6 @@ class LiveExport:
         warn: Callable[[str], None],
         *,
         artifacts: bool = True,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Prepare the export.
 
@@ -109,7 +108,6 @@ class LiveExport:
         self._tracker = tracker
         self._out = out
         self._artifacts = artifacts
-        self._clock = clock
         self._problems = ConditionLog(warn)
         self._followers: dict[str, RunFollower] = {}
         self._exported: dict[str, int] = {}
@@ -162,7 +160,7 @@ class LiveExport:
 
     def _is_put_off(self, run_id: str) -> bool:
         refused_s = self._refused_s.get(run_id)
-        return refused_s is not None and self._clock() - refused_s < RETRY_INTERVAL_S
+        return refused_s is not None and time.monotonic() - refused_s < RETRY_INTERVAL_S
 
     def _log(self, taken: Sequence[str], refused: Mapping[str, str]) -> None:
         """Log what was refused: once for all runs, if the tracker takes none."""
@@ -172,7 +170,7 @@ class LiveExport:
         if taken:
             self._problems.end()
         for run_id, message in refused.items():
-            self._refused_s[run_id] = self._clock()
+            self._refused_s[run_id] = time.monotonic()
             line = f"{run_id} is not exported to {self._tracker} for now, and tried again: {message}"
             self._problems.log_once(line, run_id if taken else "")
 
