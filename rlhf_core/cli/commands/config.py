@@ -2,7 +2,7 @@
 
 import re
 import stat
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,21 +18,6 @@ if TYPE_CHECKING:
     from tomlkit.items import Table
 
 _MARKER = "rlhf_loops_stand_here"
-_ORDER = (
-    "loops.warm_start", "loops.warm_start.algorithm", "loops.warm_start.optimizer",
-    "loops.main", "loops.main.algorithm", "loops.main.optimizer", "trainer",
-)  # fmt: skip
-
-
-@dataclass
-class _Section:
-    """Lines of a section in the format of this version."""
-
-    header_comment: str = ""
-    before: list[str] = field(default_factory=list)
-    """Comments above the header."""
-    lines: dict[str, list[str]] = field(default_factory=dict)
-    """Setting to its line, with the comments above it."""
 
 
 class CommandWithSettings(TyperCommand):
@@ -114,7 +99,7 @@ def migrated_text(file: Path) -> str:
     current = current_document(content)
     expected = validate(current, str(file), old_names=old)
     document = parse(text)
-    block = _block(_sections(document, current))
+    block = _take_old_sections(document, current["loops"])
     found = re.sub(
         rf"(?m)^[ \t]*\[[^\n]*\n{_MARKER} = (true|false)\n",
         lambda mark: block if mark[1] == "true" else "",
@@ -135,46 +120,47 @@ def _is_plain(text: str, section: str) -> bool:
     return re.search(rf"(?m)^\s*\[\s*{section}\s*\]", text) is not None
 
 
-def _sections(document: "TOMLDocument", current: dict[str, Any]) -> dict[str, _Section]:
-    """Remove the old sections from the document, and sort their settings into sections of the new format.
+def _take_old_sections(document: "TOMLDocument", loops: dict[str, Any]) -> str:
+    """Replace each old section of the document by a marker, and return the sections of the new format.
 
-    A marker takes the place of each old section. Lines below the last setting of a section belong to the section that
-    follows.
+    Lines below the last setting of a section belong to the section that follows.
     """
     from tomlkit import parse
 
     from rlhf_core.schemas.migration import OLD_SECTIONS, current_name
 
-    found = {name: _Section() for name in _ORDER}
+    given: dict[str, list[str]] = {}  # by new name: the line of a setting, with the comments above it
+    headers: dict[str, tuple[list[str], str]] = {}  # by new name: the comments above and beside a header
     order = [str(key.key) if key else "" for key, _ in document.body]
     above: list[str] = []
     for old in [name for name in order if name in OLD_SECTIONS]:
         table: Any = document[old]
-        header = _HEADERS[old]
-        found[header].header_comment = table.trivia.comment
-        found[header].before += above
+        headers[current_name(old)] = above, table.trivia.comment
         above = []
         for key, item in table.value.body:
             if key is None:
                 above.append(item.as_string().rstrip("\n"))
                 continue
-            section, _, name = current_name(f"{old}.{key.key}").rpartition(".")
-            comment = f" {item.trivia.comment}" if item.trivia.comment else ""
-            found[section].lines[name] = [*_without_gaps(above), f"{name} = {item.as_string()}{comment}"]
+            name = current_name(f"{old}.{key.key}")
+            line = f"{name.rpartition('.')[2]} = {item.as_string()} {item.trivia.comment}".rstrip()
+            given[name] = [*_without_gaps(above), line]
             above = []
         last = order.index(old) == len(order) - 1 or order[order.index(old) + 1] not in OLD_SECTIONS
-        document[old] = _placeholder(above if last else [], is_first=old == next(n for n in order if n in OLD_SECTIONS))
+        document[old] = _placeholder(above if last else [], is_first=len(headers) == 1)
         above = [] if last else _without_gaps(above)
-    _complete(found, current)
-    if "trainer" in document and found["trainer"].lines:
+    sections = dict(_loop_sections(loops, given))
+    of_trainer = [line for name, lines in given.items() if name.startswith("trainer.") for line in lines]
+    if "trainer" not in document:
+        sections["trainer"] = of_trainer
+    elif of_trainer:
         trainer: Any = document["trainer"]
-        for lines in found.pop("trainer").lines.values():
-            for key, item in parse("\n".join(lines) + "\n").body:
-                trainer.add(item) if key is None else trainer.add(key, item)
-    return found
-
-
-_HEADERS = {"sft": "loops.warm_start", "train": "loops.main", "grpo": "loops.main.algorithm"}
+        for key, item in parse("\n".join(of_trainer) + "\n").body:
+            trainer.add(item) if key is None else trainer.add(key, item)
+    blocks = []
+    for name, lines in sections.items():
+        before, comment = headers.get(name, ([], ""))
+        blocks += ["\n".join([*before, f"[{name}] {comment}".rstrip(), *lines]) + "\n"] if lines else []
+    return "\n".join(blocks)
 
 
 def _placeholder(below: list[str], *, is_first: bool) -> "Table":
@@ -188,30 +174,20 @@ def _placeholder(below: list[str], *, is_first: bool) -> "Table":
     return placeholder
 
 
-def _complete(found: dict[str, _Section], current: dict[str, Any]) -> None:
-    """Add the defaults of 0.1 that this version requires explicitly; drop settings without effect."""
+def _loop_sections(loops: dict[str, Any], given: dict[str, list[str]]) -> Iterator[tuple[str, list[str]]]:
+    """Yield the sections of the loops, each with its lines: those of the file, and the defaults of 0.1 that this
+    version requires explicitly. Settings without effect are left out."""
     from rlhf_core.config.fields import to_toml
 
     for loop in ("warm_start", "main"):
-        table = current["loops"].get(loop, {})
+        table = loops.get(loop, {})
         if loop == "warm_start" and not table.get("num_steps"):
-            found.update({name: _Section() for name in found if name.startswith("loops.warm_start")})
             continue
-        for part in ("", ".algorithm", ".optimizer"):
-            values = table.get(part[1:], {}) if part else {key: table[key] for key in table if key == "num_steps"}
-            section = found[f"loops.{loop}{part}"]
-            given = {key: section.lines.get(key, [f"{key} = {to_toml(value)}"]) for key, value in values.items()}
-            section.lines = dict(sorted(given.items(), key=lambda line: line[0] != "name"))
-
-
-def _block(sections: dict[str, _Section]) -> str:
-    parts = []
-    for name, section in sections.items():
-        if section.lines:
-            comment = f" {section.header_comment}" if section.header_comment else ""
-            lines = [line for setting in section.lines.values() for line in setting]
-            parts.append("\n".join([*section.before, f"[{name}]{comment}", *lines]) + "\n")
-    return "\n".join(parts)
+        num_steps = {name: value for name, value in table.items() if name == "num_steps"}
+        for part, values in {"": num_steps, ".algorithm": table["algorithm"], ".optimizer": table["optimizer"]}.items():
+            section = f"loops.{loop}{part}"
+            lines = {name: given.get(f"{section}.{name}", [f"{name} = {to_toml(values[name])}"]) for name in values}
+            yield section, [line for name in sorted(lines, key=lambda name: name != "name") for line in lines[name]]
 
 
 def _without_gaps(lines: list[str]) -> list[str]:
