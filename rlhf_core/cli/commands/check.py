@@ -1,7 +1,4 @@
-"""``rlhf init`` and ``check``: write a config, and check it before its run.
-
-Heavy modules are imported inside the functions, so that ``rlhf --help`` stays fast.
-"""
+"""``rlhf init`` and ``check``: write a config, and check it before its run."""
 
 import shlex
 import tempfile

@@ -1,7 +1,4 @@
-"""``rlhf db``: the schema and the content of the history.
-
-Heavy modules are imported inside the functions, so that ``rlhf --help`` stays fast.
-"""
+"""``rlhf db``: the schema and the content of the history."""
 
 import sys
 from collections.abc import Sequence

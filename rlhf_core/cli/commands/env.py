@@ -1,7 +1,4 @@
-"""``rlhf env``: environments of trainers that are other programs.
-
-Heavy modules are imported inside the functions, so that ``rlhf --help`` stays fast.
-"""
+"""``rlhf env``: environments of trainers that are other programs."""
 
 import re
 import sys

@@ -1,7 +1,4 @@
-"""The history as commands use it: opened, brought up to date, and the texts that ``rlhf runs`` and ``show`` share.
-
-Heavy modules are imported inside the functions, so that ``rlhf --help`` stays fast.
-"""
+"""The history as commands use it: opened, brought up to date, and the texts that ``rlhf runs`` and ``show`` share."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,4 @@
-"""``rlhf nodes``: the strikes against nodes.
-
-Heavy modules are imported inside the functions, so that ``rlhf --help`` stays fast.
-"""
+"""``rlhf nodes``: the strikes against nodes."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated

@@ -1,7 +1,4 @@
-"""``rlhf reconcile``: one round of the reconciler on request.
-
-Heavy modules are imported inside the function, so that ``rlhf --help`` stays fast.
-"""
+"""``rlhf reconcile``: one round of the reconciler on request."""
 
 from typing import TYPE_CHECKING, Annotated
 

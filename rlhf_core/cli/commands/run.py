@@ -1,7 +1,4 @@
-"""``rlhf run``, ``resume``, ``cancel``, ``watch``, ``logs`` and ``doctor``.
-
-Heavy modules are imported inside the functions, so that ``rlhf --help`` stays fast.
-"""
+"""``rlhf run``, ``resume``, ``cancel``, ``watch``, ``logs`` and ``doctor``."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

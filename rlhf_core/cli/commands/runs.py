@@ -1,7 +1,4 @@
-"""``rlhf runs``: the runs of this site, and the requests in Prefect that have not become runs.
-
-Heavy modules are imported inside the functions, so that ``rlhf --help`` stays fast.
-"""
+"""``rlhf runs``: the runs of this site, and the requests in Prefect that have not become runs."""
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime

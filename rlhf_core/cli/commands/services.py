@@ -1,4 +1,4 @@
-"""Services of a site: ``rlhf up``, ``down``, ``serve``, ``password``. Heavy modules are imported late."""
+"""Services of a site: ``rlhf up``, ``down``, ``serve``, ``password``."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any

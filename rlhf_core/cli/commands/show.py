@@ -1,7 +1,4 @@
-"""``rlhf show``: one run, as text and (``--json``) for programs.
-
-Heavy modules are imported inside the functions, so that ``rlhf --help`` stays fast.
-"""
+"""``rlhf show``: one run, as text and (``--json``) for programs."""
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime

@@ -1,7 +1,4 @@
-"""``rlhf sql``: statements and saved queries on the history.
-
-Heavy modules are imported inside the functions, so that ``rlhf --help`` stays fast.
-"""
+"""``rlhf sql``: statements and saved queries on the history."""
 
 import sys
 from collections.abc import Mapping, Sequence

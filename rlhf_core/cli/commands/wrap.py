@@ -1,7 +1,4 @@
-"""``rlhf wrap``: make a config from the launch line of a trainer.
-
-Heavy modules are imported inside the functions, so that ``rlhf --help`` stays fast.
-"""
+"""``rlhf wrap``: make a config from the launch line of a trainer."""
 
 import os
 import shlex
