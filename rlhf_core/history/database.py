@@ -285,19 +285,6 @@ def translated_errors(url: URL) -> Iterator[None]:
         raise HistoryError(f"the history {displayed(url)}: {error}") from error
 
 
-@contextmanager
-def named_as(file: Path, unfinished: Path) -> Iterator[None]:
-    """Name a new database by its later name in errors, as it is not known to the user by its temporary one.
-
-    Raises:
-        DatabaseUnavailable: with that name.
-    """
-    try:
-        yield
-    except DatabaseUnavailable as error:
-        raise DatabaseUnavailable(str(error).replace(str(unfinished), str(file))) from error
-
-
 def unusable(url: URL, why: str) -> DatabaseUnavailable:
     """Create the error for a database that cannot be used for a reason found by this program."""
     return DatabaseUnavailable(f"the history {displayed(url)} cannot be used: {why}. {_ADVICE}{_HOME_ADVICE}")

@@ -68,12 +68,12 @@ def upgrade(url: URL) -> Upgraded:
     file = database.sqlite_file(url)
     if file is not None:
         database.refuse_network_file_system(file)
-        if not is_new(file):
-            return _migrate(url)
-        _create(url, file)
-        if not is_new(file):
-            return Upgraded("", SCHEMA_REVISION)
-    return _migrate(url)
+        if is_new(file):
+            _create(url, file)
+            if not is_new(file):
+                return Upgraded("", SCHEMA_REVISION)
+    with database.translated_errors(url):
+        return _migrate(url)
 
 
 def _create(url: URL, file: Path) -> None:
@@ -88,10 +88,8 @@ def _create(url: URL, file: Path) -> None:
         if not file.parent.exists():
             private_files.make_folder(file.parent)
         private_files.write_new(unfinished, "")  # SQLite gives its log and index the file's permissions
-        made = url.set(database=str(unfinished))
-        with database.named_as(file, unfinished):
-            _migrate(made)
         with database.translated_errors(url):
+            _migrate(url.set(database=str(unfinished)))
             database.require_whole(unfinished, SCHEMA_REVISION)
         _put_in_place(unfinished, file)
     except OSError as error:
@@ -122,7 +120,7 @@ def _migrate(url: URL) -> Upgraded:
     # Foreign keys are off: SQLite changes a table by recreating it, and dropping the old one would cascade.
     engine = database.writing_engine(url, foreign_keys=False)
     try:
-        with database.translated_errors(url), engine.begin() as connection:
+        with engine.begin() as connection:
             database.require_unicode(connection, url)
             if connection.dialect.name == "postgresql":
                 connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _LOCK})
