@@ -2,12 +2,12 @@
 
 import itertools
 from collections.abc import Sequence
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 from history_tools import RunFiles, ingested, whole_run
+from html_pages import assert_self_contained
 from process_tools import Rlhf
 from signing_in import chromium
 
@@ -206,47 +206,25 @@ def test_the_last_common_step(
     assert found == {"step": step, "values": values, "note": note}
 
 
-def test_sparklines_share_their_axes() -> None:
+def test_sparklines_share_their_axes(monkeypatch: pytest.MonkeyPatch) -> None:
     rising = [(step, float(step)) for step in range(1, 9)]
-    assert sparklines([rising, [(step, 1.0) for step in (5, 6)]], 8) == ["▁▂▃▄▅▆▇█", "    ▁▁"]
-    assert sparklines([rising, []], 4) == ["▁▃▆█", ""]
+    assert sparklines([rising, [(step, 1.0) for step in (5, 6)]]) == ["▁▂▃▄▅▆▇█", "    ▁▁"]
     assert sparklines([[(1, 2.0), (3, 2.0)]]) == ["▅▅▅"]
     assert sparklines([[], []]) == ["", ""]
     assert sparklines([[(1, 1.0), (2, 1.7e308), (3, 2.0)]]) == ["▁▁█"], "beside it, nothing could be seen"
+    monkeypatch.setattr("rlhf_core.cli.commands.compare._CURVE_WIDTH", 4)
+    assert sparklines([rising, []]) == ["▁▃▆█", ""]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The page
 
 
-class _Tags(HTMLParser):
-    """Parser that records unclosed elements and external resources of a page."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.addresses: list[str] = []
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        if tag not in ("meta", "br"):
-            self.open.append(tag)
-        self.addresses += [value or "" for name, value in attributes if name in ("src", "href")]
-
-    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.addresses += [value or "" for name, value in attributes if name == "src"]
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
 def test_the_page_is_self_contained(two: tuple[str, str], tmp_path: Path, rlhf: Rlhf) -> None:
     path = tmp_path / "page.html"
     assert f"Page: {path}" in rlhf("compare", *two, "--html", str(path)).stdout
     page = path.read_text()
-    reader = _Tags()
-    reader.feed(page)
-    assert reader.open == []
-    assert [address for address in reader.addresses if not address.startswith("#")] == []
+    assert_self_contained(page)
     for message in (*two, "lower than A", "loops.warm_start.num_steps", "node lost × 1", "2 settings differ."):
         assert message in page, message
 

@@ -3,12 +3,12 @@
 import math
 import re
 import tomllib
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 import records
+from html_pages import PageReader, assert_self_contained, read_page
 from signing_in import chromium
 
 from rlhf_core.config import loading as config
@@ -24,63 +24,15 @@ from rlhf_core.schemas.run import RunSpec
 pytestmark = pytest.mark.usefixtures("plots_drawn_once")
 
 RUNS = {"learned": records.learned, "failed": records.failed, "blocked": records.blocked}
-VOID = {"meta"}
-
-
-class _Reader(HTMLParser):
-    """Strict reader of a page: every element is closed, in order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.seen: list[tuple[str, dict[str, str | None]]] = []
-        self.text: list[str] = []
-
-    def handle_starttag(self, name: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.append((name, dict(attrs)))
-        if name not in VOID:
-            self.open.append(name)
-
-    def handle_startendtag(self, name: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.append((name, dict(attrs)))
-
-    def handle_endtag(self, name: str) -> None:
-        assert self.open.pop() == name
-
-    def handle_data(self, data: str) -> None:
-        if self.open[-1:] != ["style"]:
-            self.text.append(data)
-
-
-def _read(page: str) -> _Reader:
-    reader = _Reader()
-    reader.feed(page)
-    assert reader.open == []
-    return reader
 
 
 def _text(record: ReportData) -> str:
-    return " ".join(" ".join(_read(run_page.page(record)).text).replace("\u00a0", " ").split())
+    return " ".join(" ".join(read_page(run_page.page(record)).text).replace("\u00a0", " ").split())
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_page_needs_nothing_from_anywhere_and_ids_are_unique(name: str) -> None:
-    page = run_page.page(RUNS[name]())
-    assert "http:" not in page
-    assert "https:" not in page
-    assert "@import" not in page
-    seen = _read(page).seen
-    assert {name for name, _ in seen} & {"script", "link", "img", "iframe", "object", "base"} == set()
-    loaded = [
-        value
-        for _, attributes in seen
-        for key, value in attributes.items()
-        if key in ("src", "href", "xlink:href", "srcset") and not (value or "").startswith("#")
-    ]
-    assert loaded == []
-    assert [target for target in re.findall(r"url\(([^)]*)\)", page) if not target.startswith("#")] == []
-    ids = [attributes["id"] for _, attributes in seen if "id" in attributes]
-    assert len(ids) == len(set(ids))
+    assert_self_contained(run_page.page(RUNS[name]()))
 
 
 def test_a_run_that_learned_says_so() -> None:
@@ -182,8 +134,8 @@ def test_what_cannot_be_drawn_is_a_sentence_and_not_a_frame() -> None:
     curves = {name: curve for name, curve in records.curves().items() if name != "policy/kl"}
     page = run_page.page(records.learned(curves=curves))
     assert "Distance from the start (KL): it was not measured; set measure_kl = true" in page
-    figures = [name for name, _ in _read(page).seen if name == "figure"]
-    drawings = [name for name, _ in _read(page).seen if name == "svg"]
+    figures = [name for name, _ in read_page(page).seen if name == "figure"]
+    drawings = [name for name, _ in read_page(page).seen if name == "svg"]
     assert len(figures) == len(drawings) == NUM_PLOTS - 1
 
 
@@ -343,7 +295,7 @@ def _hostile_record() -> ReportData:
 
 
 def test_text_of_users_and_models_stays_text() -> None:
-    reader = _read(run_page.page(_hostile_record()))
+    reader = read_page(run_page.page(_hostile_record()))
     assert {name for name, _ in reader.seen} & {"script", "img"} == set()
     assert not any("onerror" in attributes for _, attributes in reader.seen)
     assert " ".join(reader.text).count(HOSTILE) >= 12
@@ -371,8 +323,8 @@ def test_markup_that_is_not_escaped_would_be_seen(monkeypatch: pytest.MonkeyPatc
     assert "script" in {name for name, _ in _lenient(run_page.page(_hostile_record())).seen}
 
 
-def _lenient(page: str) -> _Reader:
-    reader = _Reader()
+def _lenient(page: str) -> PageReader:
+    reader = PageReader()
     reader.handle_endtag = lambda name: None  # type: ignore[method-assign]
     reader.feed(page)
     return reader
