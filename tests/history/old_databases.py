@@ -55,7 +55,6 @@ def a_value(column: sa.Column[object]) -> object:
         "run_id": RUN_ID,
         "state": "completed",
         "overrides": ["a=1"],
-        "tags": ["nightly", "nightly", "sort"],
         "non_finite": None,
         "name": "sort",
         "when_made": "before",

@@ -114,7 +114,7 @@ def test_postgresql_is_never_migrated_on_the_way() -> None:
 def test_a_migration_names_the_sessions_that_it_would_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A notebook that has read and not ended its transaction would block it, and every reader behind it, for good."""
     url = postgres().empty_database()
-    upgrade(url, "0001")
+    upgrade(url, "0007")
     monkeypatch.setattr(migrate, "_LOCK_TIMEOUT_S", 1)
     reader = sa.create_engine(database.parse_url(url))
     with reader.connect() as notebook:
@@ -122,7 +122,7 @@ def test_a_migration_names_the_sessions_that_it_would_wait_for(monkeypatch: pyte
         with pytest.raises(DatabaseUnavailable, match=r"other sessions use its tables.*pg_stat_activity"):
             migrate.upgrade(database.parse_url(url))
     reader.dispose()
-    assert migrate.upgrade(database.parse_url(url)) == ("0001", SCHEMA_REVISION)
+    assert migrate.upgrade(database.parse_url(url)) == ("0007", SCHEMA_REVISION)
 
 
 def test_a_migration_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,16 +170,16 @@ def test_alembic_works_from_the_checkout(tmp_path: Path) -> None:
 def test_alembic_leaves_nothing_of_a_migration_that_fails(tmp_path: Path) -> None:
     """Like `rlhf db upgrade`: neither the tables that it has created nor the views that it has dropped."""
     url = f"sqlite:///{tmp_path}/history.db"
-    upgrade(url, "0005")
+    upgrade(url, "0007")
     write(url, "CREATE VIEW run_curve AS SELECT * FROM metrics")
-    write(url, "CREATE TABLE old_metrics (a)")  # a name that 0006 needs
+    write(url, "CREATE TABLE weight_syncs (a)")  # a name that 0019 needs
 
     def schema() -> list[str]:
         with contextlib.closing(sqlite3.connect(tmp_path / "history.db")) as connection:
             return [sql for (sql,) in connection.execute("SELECT sql FROM sqlite_master ORDER BY name, sql")]
 
     before = schema()
-    with pytest.raises(sa.exc.OperationalError, match="old_metrics"):
+    with pytest.raises(sa.exc.OperationalError, match="weight_syncs"):
         upgrade(url, "head")
     assert schema() == before
 

@@ -34,32 +34,25 @@ def only(rows: dict[str, dict[str, object]], known: dict[str, dict[str, object]]
     return {table: {name: rows[table][name] for name in row} for table, row in known.items()}
 
 
-@pytest.mark.parametrize(
-    ("old", "tags"), [("0001", []), ("0005", [("nightly",), ("sort",)]), ("0007", [("some tag",)])]
-)
-def test_an_older_database_is_upgraded_with_what_is_in_every_table(
-    empty_url: str, runs: Path, old: str, tags: list[tuple[str]]
-) -> None:
-    """From the first schema by every script, and from later ones with the tables that the scripts before have created.
-    The run has no length, and its cached total is 1.5 s: it is computed again."""
-    upgrade(empty_url, old)
+def test_an_older_database_is_upgraded_with_what_is_in_every_table(empty_url: str, runs: Path) -> None:
+    """The run has no length, and its cached total is 1.5 s: it is computed again."""
+    upgrade(empty_url, "0007")
     before = renamed(fill(empty_url))
-    before.pop("goodput_cache", None)
+    del before["goodput_cache"]
     with pytest.raises(SchemaOutOfDate, match="Run `rlhf db upgrade`"):
         HistoryStore(empty_url)
-    assert migrate.upgrade(database.parse_url(empty_url)) == (old, SCHEMA_REVISION)
+    assert migrate.upgrade(database.parse_url(empty_url)) == ("0007", SCHEMA_REVISION)
     assert only(read(empty_url, known=before), before) == before
     with HistoryStore(empty_url) as store:
         assert differences(store, metadata) == []
         assert store.run_ids() == [RUN_ID]
         with store.reading() as connection:
             for question, answer in (
-                ("SELECT tag FROM run_tags ORDER BY tag", tags),
-                ("SELECT wall_s FROM goodput_cache", [(0.0,)]),
-                ("SELECT wall_s FROM run_goodput", [(0.0,)]),
-                ("SELECT last_valid_step FROM restarts", [(1,)]),
+                ("SELECT wall_s FROM goodput_cache", 0.0),
+                ("SELECT wall_s FROM run_goodput", 0.0),
+                ("SELECT last_valid_step FROM restarts", 1),
             ):
-                assert [tuple(row) for row in connection.exec_driver_sql(question)] == answer, question
+                assert connection.exec_driver_sql(question).scalar_one() == answer, question
         sync(whole_run(runs, "sort", "bbbbbb", 0).dir, store)
         assert len(store.run_ids()) == 2
 
@@ -112,7 +105,7 @@ def test_alembic_changes_no_views_unless_it_upgrades(empty_url: str) -> None:
 def test_a_migration_that_forgets_rows_would_be_seen(tmp_path: Path) -> None:
     """Negative control: a table that is recreated without its content."""
     url = f"sqlite:///{tmp_path}/history.db"
-    upgrade(url, "0005")
+    upgrade(url, "0007")
     before = fill(url)
     with database.writing_engine(database.parse_url(url)).begin() as connection:
         connection.exec_driver_sql("DELETE FROM metrics")

@@ -1,19 +1,36 @@
-"""The first schema: runs, their parts, and their metrics.
+"""The schema of version 0.1: runs, their parts, and their metrics.
 
-Revision: 0001, the first.
+Revision: 0007, the first; those before version 0.1 are gone.
+
+``metrics`` has no foreign keys: checking them was half of the cost of every row on PostgreSQL. The transaction that
+writes a row has claimed the row of its run and has written the names; no name is ever removed; and a trigger removes the
+metrics of a removed run.
 """
 
 import sqlalchemy as sa
 from alembic import op
 from sqlalchemy.dialects.postgresql import JSONB
 
-revision = "0001"
+revision = "0007"
 down_revision = None
 branch_labels = None
 depends_on = None
 
 TIME = sa.DateTime(timezone=True)
 JSON = sa.JSON().with_variant(JSONB(), "postgresql")
+
+FOLLOW = {
+    "sqlite": [
+        "CREATE TRIGGER metrics_follow_runs AFTER DELETE ON runs "
+        "BEGIN DELETE FROM metrics WHERE run_id = OLD.run_id; END"
+    ],
+    "postgresql": [
+        "CREATE FUNCTION metrics_follow_runs() RETURNS trigger LANGUAGE plpgsql AS "
+        "$$ BEGIN DELETE FROM metrics WHERE run_id = OLD.run_id; RETURN NULL; END $$",
+        "CREATE TRIGGER metrics_follow_runs AFTER DELETE ON runs "
+        "FOR EACH ROW EXECUTE FUNCTION metrics_follow_runs()",
+    ],
+}
 
 
 def upgrade() -> None:
@@ -54,10 +71,16 @@ def upgrade() -> None:
         sa.Column("progress_at", TIME, nullable=False),
         sa.Column("journal_token", sa.BigInteger(), nullable=False),
         sa.Column("ingest_stamp", sa.BigInteger(), nullable=False),
+        sa.Column("shape", sa.Text(), nullable=False, server_default=sa.text("''")),
+        sa.Column("trial_of", sa.Text(), nullable=False, server_default=sa.text("''")),
+        sa.Column("tags", JSON, nullable=False, server_default=sa.text("'[]'")),
+        sa.Column("owner_account", sa.Text(), nullable=False, server_default=sa.text("''")),
         sa.PrimaryKeyConstraint("run_id", name="pk_runs"),
     )
     op.create_index("ix_runs_created_at", "runs", ["created_at"])
     op.create_index("ix_runs_name_created_at", "runs", ["name", "created_at"])
+    op.create_index("ix_runs_owner_created_at", "runs", ["owner", "created_at"])
+    op.create_index("ix_runs_shape_created_at", "runs", ["shape", "created_at"])
     op.create_index("ix_runs_state_created_at", "runs", ["state", "created_at"])
     op.create_table(
         "attempts",
@@ -117,6 +140,7 @@ def upgrade() -> None:
         sa.Column("node", sa.Text(), nullable=False),
         sa.Column("seconds", sa.Double(), nullable=False),
         sa.Column("made_at", TIME, nullable=False),
+        sa.Column("attempt", sa.Integer(), nullable=False, server_default=sa.text("0")),
         sa.ForeignKeyConstraint(["run_id"], ["runs.run_id"], name="fk_checks_run_id", ondelete="CASCADE"),
         sa.PrimaryKeyConstraint("run_id", "round", "position", name="pk_checks"),
     )
@@ -191,6 +215,8 @@ def upgrade() -> None:
         sa.Column("fingerprint", sa.Text(), nullable=False),
         sa.Column("evidence_dir", sa.Text(), nullable=False),
         sa.Column("message", sa.Text(), nullable=False),
+        sa.Column("collective", sa.Text(), nullable=False, server_default=sa.text("''")),
+        sa.Column("collective_sequence", sa.BigInteger(), nullable=True),
         sa.ForeignKeyConstraint(["run_id"], ["runs.run_id"], name="fk_incidents_run_id", ondelete="CASCADE"),
         sa.PrimaryKeyConstraint("run_id", "incident_id", name="pk_incidents"),
     )
@@ -230,8 +256,6 @@ def upgrade() -> None:
         sa.Column("non_finite", sa.Text(), nullable=True),
         sa.Column("time", TIME, nullable=False),
         sa.CheckConstraint("(value IS NULL) <> (non_finite IS NULL)", name=op.f("ck_metrics_value_or_non_finite")),
-        sa.ForeignKeyConstraint(["key_id"], ["metric_keys.key_id"], name="fk_metrics_key_id"),
-        sa.ForeignKeyConstraint(["run_id"], ["runs.run_id"], name="fk_metrics_run_id", ondelete="CASCADE"),
         sa.PrimaryKeyConstraint("run_id", "key_id", "step", "attempt", "restart", name="pk_metrics"),
         sqlite_with_rowid=False,
     )
@@ -271,6 +295,7 @@ def upgrade() -> None:
         sa.Column("sequence", sa.BigInteger(), nullable=False),
         sa.Column("ranks", JSON, nullable=False),
         sa.Column("telemetry", JSON, nullable=False),
+        sa.Column("longest_gaps_s", JSON, nullable=False, server_default=sa.text("'{}'")),
         sa.ForeignKeyConstraint(["run_id", "attempt"], ["attempts.run_id", "attempts.number"], name="fk_attempt_nodes_run_id_attempt", ondelete="CASCADE"),
         sa.PrimaryKeyConstraint("run_id", "attempt", "node", name="pk_attempt_nodes"),
     )
@@ -315,3 +340,80 @@ def upgrade() -> None:
         sa.ForeignKeyConstraint(["run_id", "attempt"], ["attempts.run_id", "attempts.number"], name="fk_restarts_run_id_attempt", ondelete="CASCADE"),
         sa.PrimaryKeyConstraint("run_id", "attempt", "restart", name="pk_restarts"),
     )
+    op.create_table(
+        "node_speeds",
+        sa.Column("run_id", sa.Text(), nullable=False),
+        sa.Column("attempt", sa.Integer(), nullable=False),
+        sa.Column("node", sa.Text(), nullable=False),
+        sa.Column("device", sa.Text(), nullable=False),
+        sa.Column("matmul_tflops", sa.Double(), nullable=False),
+        sa.Column("core_share", sa.Double(), nullable=False),
+        sa.Column("bandwidth_gb_s", sa.Double(), nullable=False),
+        sa.Column("latency_ms", sa.Double(), nullable=False),
+        sa.Column("measured_at", TIME, nullable=False),
+        sa.ForeignKeyConstraint(["run_id"], ["runs.run_id"], name="fk_node_speeds_run_id_runs", ondelete="CASCADE"),
+        sa.PrimaryKeyConstraint("run_id", "attempt", "node", name="pk_node_speeds"),
+    )
+    op.create_index("ix_node_speeds_node_measured_at", "node_speeds", ["node", "measured_at"])
+    op.create_table(
+        "controllers",
+        sa.Column("run_id", sa.Text(), nullable=False),
+        sa.Column("position", sa.BigInteger(), nullable=False),
+        sa.Column("controller", sa.Text(), nullable=False),
+        sa.Column("flow_run_id", sa.Text(), nullable=False),
+        sa.Column("flow_run_url", sa.Text(), nullable=False),
+        sa.Column("started_at", TIME, nullable=False),
+        sa.ForeignKeyConstraint(["run_id"], ["runs.run_id"], name="fk_controllers_run_id", ondelete="CASCADE"),
+        sa.PrimaryKeyConstraint("run_id", "position", name="pk_controllers"),
+    )
+    op.create_index("ix_controllers_flow_run_id", "controllers", ["flow_run_id"])
+    op.create_table(
+        "promotions",
+        sa.Column("run_id", sa.Text(), nullable=False),
+        sa.Column("state", sa.Text(), nullable=False),
+        sa.Column("checkpoint_step", sa.Integer(), nullable=False),
+        sa.Column("decided_by", sa.Text(), nullable=False),
+        sa.Column("reason", sa.Text(), nullable=False),
+        sa.Column("path", sa.Text(), nullable=False),
+        sa.Column("asked_at", TIME, nullable=False),
+        sa.Column("moved_at", TIME, nullable=False),
+        sa.ForeignKeyConstraint(["run_id"], ["runs.run_id"], name="fk_promotions_run_id", ondelete="CASCADE"),
+        sa.PrimaryKeyConstraint("run_id", name="pk_promotions"),
+    )
+    op.create_table(
+        "run_tags",
+        sa.Column("run_id", sa.Text(), nullable=False),
+        sa.Column("tag", sa.Text(), nullable=False),
+        sa.ForeignKeyConstraint(["run_id"], ["runs.run_id"], name="fk_run_tags_run_id", ondelete="CASCADE"),
+        sa.PrimaryKeyConstraint("run_id", "tag", name="pk_run_tags"),
+    )
+    op.create_index("ix_run_tags_tag", "run_tags", ["tag"])
+    op.create_table(
+        "node_telemetry",
+        sa.Column("run_id", sa.Text(), nullable=False),
+        sa.Column("attempt", sa.Integer(), nullable=False),
+        sa.Column("restart", sa.Integer(), nullable=False),
+        sa.Column("node", sa.Text(), nullable=False),
+        sa.Column("position", sa.BigInteger(), nullable=False),
+        sa.Column("time", TIME, nullable=False),
+        sa.Column("seconds", sa.Double(), nullable=False),
+        sa.Column("figures", JSON, nullable=False),
+        sa.ForeignKeyConstraint(["run_id"], ["runs.run_id"], name="fk_node_telemetry_run_id", ondelete="CASCADE"),
+        sa.PrimaryKeyConstraint("run_id", "attempt", "restart", "node", "position", name="pk_node_telemetry"),
+    )
+    op.create_index("ix_node_telemetry_node_time", "node_telemetry", ["node", "time"])
+    op.create_table(
+        "kept_goodput",
+        sa.Column("run_id", sa.Text(), nullable=False),
+        sa.Column("ingest_stamp", sa.BigInteger(), nullable=False),
+        sa.Column("wall_s", sa.Double(), nullable=False),
+        sa.Column("queue_s", sa.Double(), nullable=False),
+        sa.Column("productive_s", sa.Double(), nullable=False),
+        sa.Column("repeated_s", sa.Double(), nullable=False),
+        sa.Column("lost_s", sa.Double(), nullable=False),
+        sa.Column("ettr", sa.Double(), nullable=True),
+        sa.ForeignKeyConstraint(["run_id"], ["runs.run_id"], name="fk_kept_goodput_run_id", ondelete="CASCADE"),
+        sa.PrimaryKeyConstraint("run_id", name="pk_kept_goodput"),
+    )
+    for statement in FOLLOW[op.get_context().dialect.name]:
+        op.execute(statement)
