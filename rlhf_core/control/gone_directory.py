@@ -2,7 +2,6 @@
 ended, and the run is closed in the history."""
 
 from contextlib import suppress
-from pathlib import Path
 
 from rlhf_core.config.site import Site
 from rlhf_core.control.attempts.jobs import end_submission, submission_of
@@ -68,7 +67,7 @@ def cancel_gone(run: str, site: Site, store: HistoryStore, reason: str) -> Cance
         run_id = queries.resolve_run(store, run)
     except UnknownRun:
         return None
-    root = Path(queries.run_dir_of(store, run_id))
+    root = queries.run_dir_of(store, run_id).root
     if not root.parent.is_dir():
         raise RunDirError(
             f"{root.parent}, the folder of all runs, is missing: restore its file system, then cancel again"

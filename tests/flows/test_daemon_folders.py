@@ -69,7 +69,7 @@ def test_a_run_is_looked_after_through_another_path_of_its_folder(
     Ingester(dataclasses.replace(site, runs_dir=link), store).ingest()
     assert found(site, store, link, warnings) == [ActionKind.ADOPT]
     assert warnings == []
-    assert queries.run_dir_of(store, run.run_id) == str(run.dir.root), "it is still right"
+    assert queries.run_dir_of(store, run.run_id) == run.dir, "it is still right"
 
 
 def test_retention_looks_through_another_path_of_the_folder(site: Site, store: HistoryStore, run: RunFiles) -> None:
@@ -89,7 +89,7 @@ def test_the_paths_of_a_moved_folder_are_corrected(site: Site, store: HistorySto
     assert found(site, store, moved, warnings) == []
     assert warnings == [], "the ingester is about to correct them"
     Ingester(dataclasses.replace(site, runs_dir=moved), store).ingest()
-    assert queries.run_dir_of(store, run.run_id) == str(moved / run.run_id)
+    assert queries.run_dir_of(store, run.run_id).root == moved / run.run_id
     assert found(site, store, moved, warnings) == [ActionKind.ADOPT]
 
 

@@ -483,7 +483,7 @@ def test_the_role_of_a_restart_is_that_of_its_counted_workers(
 def test_a_moved_run_directory_is_found_again(store: HistoryStore, known: RunFiles, tmp_path: Path) -> None:
     moved = shutil.copytree(known.dir.root, tmp_path / "archive" / known.run_id)
     sync(type(known.dir)(moved), store)
-    assert queries.run_dir_of(store, known.run_id) == str(moved)
+    assert queries.run_dir_of(store, known.run_id).root == moved
     assert queries.show_run(store, known.run_id).run["state"] == "completed"
 
 

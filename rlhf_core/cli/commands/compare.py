@@ -48,7 +48,7 @@ def compare(
     with open_history() as store:
         run_ids = [queries.resolve_run(store, run) for run in runs]
         for run_id in run_ids:
-            catch_up(store, run_id)
+            catch_up(store, queries.run_dir_of(store, run_id))
         compared = compare_runs(store, run_ids, metrics or ())
     if html is not None:
         _write_page(compared, html.absolute(), show)

@@ -92,11 +92,12 @@ def _export(
     store: "HistoryStore", run_ids: Sequence[str], to: Target, out: str, *, artifacts: bool
 ) -> Sequence[Path | str]:
     """Export runs as they are now. Returns the places of what was written."""
+    from rlhf_core.history import queries
     from rlhf_core.history.queries.exports import pruned_runs
     from rlhf_core.render.exports import files, mlflow, tensorboard, wandb
 
     for run_id in run_ids:
-        catch_up(store, run_id)
+        catch_up(store, queries.run_dir_of(store, run_id))
     for run_id in pruned_runs(store, run_ids):
         output.warn(f"{run_id}: {PRUNED_METRICS}.")
     match to:
@@ -114,6 +115,7 @@ def _export(
 
 def _follow(store: "HistoryStore", run_ids: Sequence[str], to: Target, out: str, *, artifacts: bool) -> Sequence[str]:
     """Export runs to a tracker until they have ended. Returns their places there."""
+    from rlhf_core.history import queries
     from rlhf_core.render.exports.following import INTERVAL_S, LiveExport
 
     live = LiveExport(store, to.value, out, output.warn, artifacts=artifacts)
@@ -124,7 +126,7 @@ def _follow(store: "HistoryStore", run_ids: Sequence[str], to: Target, out: str,
         try:
             active = [run_id for run_id in run_ids if run_id not in places]
             for run_id in active:
-                catch_up(store, run_id, problems.log_change)
+                catch_up(store, queries.run_dir_of(store, run_id), problems.log_change)
             places |= live.update({run_id: store.ingest_state(run_id).stamp for run_id in active})
         except DatabaseUnavailable as error:
             problems.log_change(str(error))

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
     from rlhf_core.config.site import Site
     from rlhf_core.history.queries.rows import ListedRun, RunRow
     from rlhf_core.history.store import HistoryStore
+    from rlhf_core.run_dir.run import RunDir
     from rlhf_core.schemas.regression import Regression
 
 RunArgument = Annotated[
@@ -42,13 +42,10 @@ def history_if_usable(site: "Site", without: str) -> "AbstractContextManager[His
         return nullcontext()
 
 
-def catch_up(store: "HistoryStore", run_id: str, warn: Callable[[str], None] = output.warn) -> None:
+def catch_up(store: "HistoryStore", run_dir: "RunDir", warn: Callable[[str], None] = output.warn) -> None:
     """Update the history from the run directory: the controller may be gone while the agents continue."""
-    from rlhf_core.history import queries
-    from rlhf_core.run_dir.run import RunDir
     from rlhf_core.watchdog.ingest import sync
 
-    run_dir = RunDir(Path(queries.run_dir_of(store, run_id)))
     try:
         sync(run_dir, store)
     except (RlhfError, OSError) as error:

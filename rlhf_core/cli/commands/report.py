@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from rlhf_core.cli import output
-from rlhf_core.cli.commands.history import RunArgument
-from rlhf_core.errors import BadInput, RlhfError
+from rlhf_core.cli.commands.history import RunArgument, catch_up
+from rlhf_core.errors import BadInput
 
 
 def report(
@@ -27,18 +27,14 @@ def report(
     from rlhf_core.history.store import HistoryStore
     from rlhf_core.render.run_page import write_report
     from rlhf_core.run_dir.run import RunDir
-    from rlhf_core.watchdog.ingest import sync
 
     site = load_site()
     with HistoryStore(site.database_url) as store:
         on_disk = RunDir.find(site.runs_dir, run)  # it may be one that the history does not know yet
-        run_dir = on_disk or RunDir(Path(queries.run_dir_of(store, queries.resolve_run(store, run))))
+        run_dir = on_disk or queries.run_dir_of(store, queries.resolve_run(store, run))
         if out is None and not run_dir.root.is_dir():
             raise BadInput(f"the run directory {run_dir.root} no longer exists; choose a file with --output")
-        try:
-            sync(run_dir, store)
-        except (RlhfError, OSError) as error:
-            output.warn(f"the report shows the stored history, which could not be updated: {error}")
+        catch_up(store, run_dir)
         target = (out or run_dir.report).absolute()
         try:
             path = write_report(store, run_dir, target)

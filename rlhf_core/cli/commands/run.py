@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -169,7 +168,7 @@ def find_run(store: "HistoryStore | None", site: "Site", text: str) -> "RunDir":
         return on_disk
     if store is None:
         raise UnknownRun(f"{site.runs_dir} has no run {text!r}: without the history only its full id finds it")
-    run_dir = RunDir(Path(queries.run_dir_of(store, queries.resolve_run(store, text))))
+    run_dir = queries.run_dir_of(store, queries.resolve_run(store, text))
     if not run_dir.spec.is_file():
         raise UnknownRun(f"the directory of run {run_dir.run_id}, {run_dir.root}, is gone")
     return run_dir

@@ -41,7 +41,7 @@ def show(run: RunArgument = "last", as_json: output.JsonOption = False) -> None:
 
     with open_history() as store:
         run_id = queries.resolve_run(store, run)
-        catch_up(store, run_id)
+        catch_up(store, queries.run_dir_of(store, run_id))
         details = queries.show_run(store, run_id)
         undriven_since = find_undriven(store, [details.run]).get(run_id)
     if as_json:

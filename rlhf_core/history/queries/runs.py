@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Any, cast
 
 from sqlalchemy import ColumnElement, Connection, ScalarSelect, Subquery, func, select, true
@@ -22,6 +23,7 @@ from rlhf_core.history.tables.sqlalchemy_core import (
     TAGS,
     UNDRIVEN,
 )
+from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.attempts import RUN_ENDS, RunState
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.regression import regressions
@@ -236,7 +238,7 @@ def resolve_run(store: HistoryStore, text: str) -> str:
     raise UnknownRun(f"the history has no run {text!r}. `rlhf runs` lists them; `last` is the newest.")
 
 
-def run_dir_of(store: HistoryStore, run_id: str) -> str:
+def run_dir_of(store: HistoryStore, run_id: str) -> RunDir:
     """Find the directory of a run, as of its last ingestion.
 
     Raises:
@@ -246,4 +248,4 @@ def run_dir_of(store: HistoryStore, run_id: str) -> str:
         found = connection.execute(select(RUNS.c.run_dir).where(RUNS.c.run_id == run_id)).scalar()
     if found is None:
         raise UnknownRun(f"the history has no run {run_id!r}. `rlhf runs` lists them.")
-    return str(found)
+    return RunDir(Path(found))

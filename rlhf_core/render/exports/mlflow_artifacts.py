@@ -65,7 +65,7 @@ def log_artifacts(client: "MlflowClient", target: str, store: HistoryStore, deta
 def _texts(store: HistoryStore, details: RunDetails) -> Iterator[tuple[str, str]]:
     """Path and content of each artifact."""
     run_id, spec = details.run["run_id"], details.run["spec"]
-    yield "report.html", page(gather(store, RunDir(Path(queries.run_dir_of(store, run_id)))))
+    yield "report.html", page(gather(store, RunDir(Path(details.run["run_dir"]))))
     yield "config/spec.json", json_text(spec, indent=2) + "\n"
     with suppress(ValidationError):  # written by another version: the JSON has it
         yield "config/config.toml", as_toml(RunSpec.model_validate(spec))
