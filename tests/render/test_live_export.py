@@ -329,32 +329,26 @@ def test_a_wandb_server_gets_the_run_once_it_is_back(
         assert server.curve(run.run_id, "train/loss") == LOSS
 
 
-@pytest.mark.parametrize("status", [502, 503, 504])
-def test_a_proxy_whose_wandb_server_is_away_is_named(
-    run: RunFiles, store: HistoryStore, monkeypatch: pytest.MonkeyPatch, status: int
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        *((f"HTTP/1.0 {status} away\r\n\r\n", f"HTTP Error {status}") for status in (502, 503, 504)),
+        ("another protocol\r\n", "another protocol"),
+    ],
+)
+def test_an_address_at_which_no_wandb_answers_is_named(
+    run: RunFiles, store: HistoryStore, monkeypatch: pytest.MonkeyPatch, answer: str, problem: str
 ) -> None:
+    """The answers of a proxy whose server is away, and of something else."""
+
     class Handler(QuietHandler):
         def do_GET(self) -> None:
-            self.send_error(status)
+            self.wfile.write(answer.encode())
 
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     with serving(Handler) as port:
         follower = RunFollower(store, run.run_id, WandbServerRun(f"http://127.0.0.1:{port}", run.run_id))
-        with pytest.raises(BadInput, match=f"W&B at .* does not take the export: HTTP Error {status}"):
-            follower.update()
-
-
-def test_an_address_that_is_none_of_wandb_is_named(
-    run: RunFiles, store: HistoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Handler(QuietHandler):
-        def do_GET(self) -> None:
-            self.wfile.write(b"another protocol\r\n")
-
-    monkeypatch.setenv("WANDB_API_KEY", KEY)
-    with serving(Handler) as port:
-        follower = RunFollower(store, run.run_id, WandbServerRun(f"http://127.0.0.1:{port}", run.run_id))
-        with pytest.raises(BadInput, match=r"W&B at .* does not take the export: another protocol"):
+        with pytest.raises(BadInput, match=f"W&B at .* does not take the export: {problem}"):
             follower.update()
 
 
