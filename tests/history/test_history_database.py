@@ -148,15 +148,6 @@ def test_a_file_that_is_no_database(tmp_path: Path) -> None:
     assert file.read_bytes() == before
 
 
-def test_a_database_of_something_else(tmp_path: Path) -> None:
-    file = tmp_path / "mlflow.db"
-    with sqlite3.connect(file) as connection:
-        connection.execute("CREATE TABLE experiments (id INTEGER)")
-    connection.close()
-    with pytest.raises(HistoryError, match=r"is not a history of rlhf-flows: it contains other tables \(experiments\)"):
-        HistoryStore(f"sqlite:///{file}")
-
-
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(HistoryError, match=r"file/history\.db cannot be"):

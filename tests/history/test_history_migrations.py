@@ -19,7 +19,7 @@ from old_databases import alembic_config, differences, upgrade, write
 from rlhf_core.errors import DatabaseUnavailable, SchemaOutOfDate
 from rlhf_core.history import database, migrate
 from rlhf_core.history.store import HistoryStore
-from rlhf_core.history.tables import SCHEMA_REVISION, VIEWS, metadata
+from rlhf_core.history.tables import SCHEMA_REVISION, metadata
 from rlhf_core.watchdog.ingest import sync
 
 pytestmark = pytest.mark.usefixtures("real_migrations", "scripts_read_once")
@@ -62,12 +62,6 @@ def test_metrics_are_clustered_by_run_and_key_on_sqlite(tmp_path: Path) -> None:
 
 def test_the_program_knows_its_newest_migration() -> None:
     assert ScriptDirectory(str(migrate.SCRIPTS)).get_heads() == [SCHEMA_REVISION]
-
-
-def test_views_answer_on_an_empty_database(store: HistoryStore) -> None:
-    with store.reading() as connection:
-        for view in VIEWS:
-            assert connection.exec_driver_sql(f"SELECT * FROM {view}").all() == []
 
 
 def test_a_new_file_is_made_by_itself(tmp_path: Path) -> None:

@@ -437,24 +437,6 @@ def test_lost_time_is_counted_once(store: HistoryStore, runs: Path) -> None:
     assert lost == {"hang": pytest.approx(10, abs=0.01), "cuda_oom": pytest.approx(10, abs=0.01)}
 
 
-def test_time_between_an_end_and_a_resume_does_not_count(store: HistoryStore, runs: Path) -> None:
-    run = RunFiles(runs).created()
-    run.moved(RunState.PREFLIGHT, 0)
-    run.moved(RunState.QUEUED, 0)
-    run.planned(1, 0)
-    run.metrics(1, 0, 1, 10)
-    run.incident(1, 0, FailureKind.DISK_FULL, 12)
-    run.moved(RunState.FAILED, 14)
-    run.moved(RunState.PREFLIGHT, 100_000)  # the next day
-    run.moved(RunState.QUEUED, 100_001)
-    run.planned(2, 100_001)
-    run.metrics(2, 0, 2, 100_010)
-    sync(run.dir, store)
-    shown = queries.show_run(store, run.run_id)
-    assert shown.goodput["wall_s"] == pytest.approx(14 + 10, abs=0.01)
-    assert shown.lost_time[0]["lost_s"] == pytest.approx(4, abs=0.01)
-
-
 def test_strikes_are_kept_once_and_from_a_time_on(store: HistoryStore, runs: Path) -> None:
     run = whole_run(runs)
     for _ in range(2):  # read again, as after a crash

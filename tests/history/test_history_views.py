@@ -1,6 +1,6 @@
 """Views and cached totals: goodput of all runs, recoveries, parts of a step's time, telemetry, outliers."""
 
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -96,16 +96,6 @@ def test_without_the_stamp_stale_goodput_would_be_shown(
         )
     with pytest.raises(AssertionError):
         assert_goodput_is_the_view(store)
-
-
-def test_goodput_of_a_month(store: HistoryStore, runs: Path) -> None:
-    early = whole_run(runs, "early", "aaaaaa")
-    late = whole_run(runs, "late", "bbbbbb", created=86400 * 40)
-    for run in (early, late):
-        sync(run.dir, store)
-    listed = "SELECT run_id FROM all_goodput WHERE created_at >= '{}' ORDER BY created_at"
-    assert ask(store, listed.format(T0 + timedelta(30))) == [[late.run_id]]
-    assert ask(store, listed.format(T0)) == [[early.run_id], [late.run_id]]
 
 
 def test_an_incident_without_a_step_after_it(store: HistoryStore, runs: Path) -> None:
