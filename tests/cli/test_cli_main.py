@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from process_tools import Rlhf
@@ -82,10 +83,7 @@ def test_help_fits_a_screen_and_names_the_help_with_the_settings(
 def test_expected_errors_are_reported_by_message_and_exit_code(
     error: Exception, code: int, rlhf: Rlhf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*args: object) -> None:
-        raise error
-
-    monkeypatch.setattr("rlhf_core.config.site.load_site", fail)
+    monkeypatch.setattr("rlhf_core.config.site.load_site", Mock(side_effect=error))
     printed = rlhf("runs", code=code)
     assert printed.stdout == ""
     assert printed.stderr == f"error: {error}\n"
@@ -94,10 +92,7 @@ def test_expected_errors_are_reported_by_message_and_exit_code(
 def test_an_unexpected_error_is_reported_in_one_sentence_with_a_file(
     rlhf: Rlhf, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def fail(*args: object) -> None:
-        raise ZeroDivisionError("division by zero")
-
-    monkeypatch.setattr("rlhf_core.config.site.load_site", fail)
+    monkeypatch.setattr("rlhf_core.config.site.load_site", Mock(side_effect=ZeroDivisionError("division by zero")))
     monkeypatch.setenv("RLHF_HOME", str(tmp_path))
     printed = rlhf("runs", code=1).stderr
     assert "Traceback" not in printed
@@ -112,10 +107,8 @@ def test_an_unexpected_error_is_reported_in_one_sentence_with_a_file(
 def test_a_full_or_read_only_disk_is_an_expected_error(
     code: int, remedy: str, rlhf: Rlhf, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def fail(*args: object) -> None:
-        raise OSError(code, os.strerror(code), "/data/runs/a")
-
-    monkeypatch.setattr("rlhf_core.config.site.load_site", fail)
+    full = OSError(code, os.strerror(code), "/data/runs/a")
+    monkeypatch.setattr("rlhf_core.config.site.load_site", Mock(side_effect=full))
     monkeypatch.setenv("RLHF_HOME", str(tmp_path))
     assert f"error: cannot write /data/runs/a ({os.strerror(code)}). {remedy}" in rlhf("runs", code=1).stderr
     assert list(tmp_path.iterdir()) == []
@@ -155,10 +148,7 @@ def test_completion_after_a_name_of_other_programs_finds_nothing(
 
 
 def test_ctrl_c_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*args: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("rlhf_core.config.site.load_site", interrupt)
+    monkeypatch.setattr("rlhf_core.config.site.load_site", Mock(side_effect=KeyboardInterrupt))
     assert main.execute(["runs"]) == 130
 
 

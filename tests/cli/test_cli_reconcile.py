@@ -1,6 +1,7 @@
 """``rlhf reconcile`` with a separate history."""
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from history_tools import orphaned_run
@@ -12,7 +13,6 @@ from rlhf_core.control.run_folders import earlier_lease_name, lease_name
 from rlhf_core.errors import SchedulerError
 from rlhf_core.history.store import HistoryStore
 from rlhf_core.run_dir.run import RunDir
-from rlhf_core.scheduler.base import LivingJob
 from rlhf_core.scheduler.local import LocalScheduler
 
 
@@ -61,11 +61,9 @@ def test_a_daemon_of_an_earlier_version_is_named(orphan: RunDir, rlhf: Rlhf) -> 
 
 
 def test_unknown_is_not_agreement(rlhf: Rlhf, monkeypatch: pytest.MonkeyPatch) -> None:
-    def down(_self: object) -> list[LivingJob]:
-        raise SchedulerError("slurmctld does not respond")
-
     load_site().home.mkdir(parents=True)
-    monkeypatch.setattr(LocalScheduler, "living", down)
+    down = SchedulerError("slurmctld does not respond")
+    monkeypatch.setattr(LocalScheduler, "living", Mock(side_effect=down))
     for options in ([], ["--dry-run"]):
         shown = rlhf("reconcile", *options)
         assert "slurmctld does not respond" in shown.stderr

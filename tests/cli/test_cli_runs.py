@@ -312,11 +312,8 @@ def test_a_failed_run_exits_with_1_and_the_diagnosis(scheduler: FakeScheduler, r
 def test_a_run_whose_scheduler_cannot_be_used_says_what_to_do(
     rlhf: Rlhf, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(_: FakeScheduler) -> None:
-        raise SchedulerError("sinfo lists no nodes")
-
     with monkeypatch.context() as patched:
-        patched.setattr(FakeScheduler, "inventory", fail)
+        patched.setattr(FakeScheduler, "inventory", Mock(side_effect=SchedulerError("sinfo lists no nodes")))
         answer = rlhf("run", "quickstart", "--no-prefect", code=1)
     run_dir = newest_run()
     printed = answer.stderr
@@ -727,29 +724,17 @@ def test_progress_in_one_line() -> None:
     assert text(evaluating=True) == "evaluating"
 
 
-class Terminal:
-    """Terminal that answers questions."""
-
-    def __init__(self, *answers: bool) -> None:
-        self.answers = list(answers)
-        self.submitted: list[str] = []
-
-    def __call__(self, question: str) -> bool:
-        self.submitted.append(question)
-        return self.answers.pop(0)
-
-
 def test_ctrl_c_asks_once_and_continues_after_a_no() -> None:
-    person = Terminal(False, True)
+    person = Mock(side_effect=[False, True])
     with TerminalProgress(load("quickstart"), "the-run", person) as progress:
         assert not progress.stop_requested()
         os.kill(os.getpid(), signal.SIGINT)
         assert not progress.stop_requested()
-        assert len(person.submitted) == 1
+        assert person.call_count == 1
         os.kill(os.getpid(), signal.SIGINT)
         assert progress.stop_requested()
         assert progress.stop_requested(), "it is not asked again"
-        assert len(person.submitted) == 2
+        assert person.call_count == 2
 
 
 def test_a_second_ctrl_c_while_cancelling_exits_at_once() -> None:

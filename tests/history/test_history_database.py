@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from history_tools import RunFiles, dump, new_sqlite, postgres, run_sql, synced, whole_run
@@ -209,10 +210,8 @@ def test_a_new_history_that_cannot_be_written_has_its_own_name_in_the_error(
 ) -> None:
     """It is created under a temporary name."""
 
-    def fail(*_arguments: object) -> None:
-        raise sqlite3.OperationalError("database or disk is full")
-
-    monkeypatch.setattr(migrate, "_run_scripts", fail)
+    full = sqlite3.OperationalError("database or disk is full")
+    monkeypatch.setattr(migrate, "_run_scripts", Mock(side_effect=full))
     with pytest.raises(DatabaseUnavailable, match=f"^the history {tmp_path}/history.db cannot grow"):
         migrate.upgrade(database.parse_url(f"sqlite:///{tmp_path}/history.db"))
     assert list(tmp_path.iterdir()) == []

@@ -56,6 +56,12 @@ class History:
         self.add("runs", run_id=run_id, **{**known, **facts})
         self.add("attempts", run_id=run_id, number=1, num_nodes=2, state="completed")
 
+    def restart(self, run_id: str, place: tuple[int, int], steps: tuple[int, int, int], started_at: float) -> None:
+        """Add a start of the workers, with its first, last and last valid step."""
+        (attempt, restart), (first, last, valid) = place, steps
+        facts = {"first_step": first, "last_step": last, "last_valid_step": valid, "started_at": started_at}
+        self.add("restarts", run_id=run_id, attempt=attempt, restart=restart, **facts)
+
     def incident(self, run_id: str, ago: float, kind: str, **facts: Any) -> None:
         """Add an incident in the first start of the first attempt."""
         known = {"incident_id": "1.0", "attempt": 1, "restart": 0, "failure_kind": kind, "seen_at": ago}
@@ -110,12 +116,8 @@ def a_run_that_was_stopped_once(history: History, run_id: str = "a", **facts: An
     """Steps 1 to 3 of 10 s each, a hang, then steps 3 and 4 by another start: 40 s of valid steps."""
     history.run(run_id, **facts)
     history.add("attempts", run_id=run_id, number=2, num_nodes=2, submitted_at=700, started_at=600)
-    history.add(
-        "restarts", run_id=run_id, attempt=1, restart=0, first_step=1, last_step=3, last_valid_step=2, started_at=960
-    )
-    history.add(
-        "restarts", run_id=run_id, attempt=2, restart=0, first_step=3, last_step=4, last_valid_step=4, started_at=600
-    )
+    history.restart(run_id, (1, 0), (1, 3, 2), 960)
+    history.restart(run_id, (2, 0), (3, 4, 4), 600)
     for step, ago in ((1, 950), (2, 940), (3, 930)):
         history.metric(run_id, "time/step_s", step, ago, 10.0)
     history.incident(run_id, 900, "hang")
@@ -294,26 +296,8 @@ def test_reward_collapses(history: History) -> None:
     for run_id, after in (("bad", 0.2), ("good", 0.7), ("below-zero", -0.9)):
         history.run(run_id)
         before = -0.4 if run_id == "below-zero" else 0.8
-        history.add(
-            "restarts",
-            run_id=run_id,
-            attempt=1,
-            restart=0,
-            first_step=1,
-            last_step=6,
-            last_valid_step=4,
-            started_at=900,
-        )
-        history.add(
-            "restarts",
-            run_id=run_id,
-            attempt=1,
-            restart=1,
-            first_step=5,
-            last_step=8,
-            last_valid_step=8,
-            started_at=800,
-        )
+        history.restart(run_id, (1, 0), (1, 6, 4), 900)
+        history.restart(run_id, (1, 1), (5, 8, 8), 800)
         for step in range(1, 7):  # steps 1 and 2 are too long ago, 5 and 6 were repeated
             value = {1: 9.0, 2: 9.0}.get(step, before if step < 5 else 9.0)
             history.metric(run_id, "reward/mean", step, 850, value)

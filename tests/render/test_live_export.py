@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from control_fakes import Clock
@@ -462,11 +463,8 @@ def test_following_ends_with_the_run(
 def test_following_can_be_interrupted_and_continued(
     run: RunFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted() -> None:
-        raise KeyboardInterrupt
-
     command = ["export", "last", "--to", "mlflow", "--out", str(tmp_path), "--follow", "--no-artifacts"]
-    _while_waiting(monkeypatch, [lambda: run.metrics(1, 0, 4, 40), interrupted])
+    _while_waiting(monkeypatch, [lambda: run.metrics(1, 0, 4, 40), Mock(side_effect=KeyboardInterrupt)])
     assert execute(command) == 130
     _while_waiting(monkeypatch, [lambda: run.moved(RunState.FAILED, 70)])
     assert execute(command) == 0
