@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, date, datetime
 from enum import Enum
+from itertools import compress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -160,18 +161,17 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title:
     Args:
         spare: name of the column to omit if the table is too wide.
     """
-    content = [list(row) for row in rows]
-    spared = set() if fits(columns, content) else {spare}
-    kept = [index for index, name in enumerate(columns) if name not in spared or not name]
-    console = output()
-    names = [columns[index] for index in kept]
-    shown = [[row[index] for index in kept] for row in content]
-    if content and _would_fold_words(names, [[_cell(value) for value in row] for row in shown], console.width):
+    width = output().width
+    content = [[_cell(value) for value in row] for row in rows]
+    if spare and _widths(columns, content, width) is None:
+        kept = [name != spare for name in columns]
+        columns, content = [*compress(columns, kept)], [[*compress(row, kept)] for row in content]
+    if content and _would_fold_words(columns, content, width):
         if title:
             print_text(title)
-        print_records(names, shown)
+        print_records(columns, content)
     else:
-        console.print(table(names, shown, title, console.width))
+        output().print(table(columns, content, title, width))
 
 
 def print_section(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str = "", spare: str = "") -> None:
