@@ -1,8 +1,10 @@
 """Rows of the journal: changes of state, stages, submissions, and an event for each line."""
 
+from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime
 from functools import cache
+from typing import NamedTuple
 
 from sqlalchemy import BindParameter, Connection, Update, bindparam, case, func, select, update
 
@@ -11,7 +13,7 @@ from rlhf_core.history.batch import JournalEntry
 from rlhf_core.history.tables.sqlalchemy_core import ATTEMPTS, CONTROLLERS, EVENTS, PROMOTIONS, RUNS, STAGES
 from rlhf_core.history.writers.attempts import write_placement
 from rlhf_core.history.writers.checks import write_checks
-from rlhf_core.history.writers.events import journal_event_row
+from rlhf_core.history.writers.events import event_row
 from rlhf_core.history.writers.incidents import write_decisions, write_incidents
 from rlhf_core.history.writers.upserts import Row, as_json, insert_or_keep, insert_or_replace
 from rlhf_core.schemas.attempts import (
@@ -23,15 +25,18 @@ from rlhf_core.schemas.attempts import (
     RUN_MOVES,
     AttemptState,
     PromotionState,
+    RunState,
     StageState,
     sources_of,
 )
+from rlhf_core.schemas.checks import CheckStatus
 from rlhf_core.schemas.journal import (
     AttemptMoved,
     AttemptPlanned,
     AttemptSubmitted,
     CancelStarted,
     ChecksMade,
+    CodeTaken,
     ControllerStarted,
     DecisionMade,
     IncidentFound,
@@ -42,6 +47,8 @@ from rlhf_core.schemas.journal import (
     StageStarted,
     TrialPlanned,
 )
+from rlhf_core.schemas.resources import Submission
+from rlhf_core.text.formatting import attributed, count
 
 # Built once: a controller writes a few lines at a time, and building a statement takes longer than executing it.
 _RUN = RUNS.c.run_id == bindparam("of_run")
@@ -80,49 +87,86 @@ _SUBMIT_ATTEMPT = (
 )
 
 
+class _EventText(NamedTuple):
+    """Columns of an event that depend on the kind of its journal line."""
+
+    message: str
+    attempt: int | None = None
+    restart: int | None = None
+    state: str | None = None
+
+
 def write_journal(connection: Connection, run_id: str, entries: Sequence[JournalEntry]) -> None:
-    """Write the rows of journal lines, in their order.
+    """Write the rows of journal lines, in their order, and an event for each.
 
     Raises:
         IllegalMove: the journal has a change of state that is not in the table of moves.
     """
+    rows = []
     for entry in entries:
-        _write_journal_event(connection, run_id, entry)
-    insert_or_keep(connection, EVENTS, [journal_event_row(run_id, entry) for entry in entries])
+        text = _write_line(connection, run_id, entry)
+        line, columns = entry.line, text._asdict()
+        columns |= {"data": {"sequence": line.sequence, "token": line.token}}
+        rows.append(event_row(run_id, "control.jsonl", entry.position, line.time, line.event.kind, **columns))
+    insert_or_keep(connection, EVENTS, rows)
 
 
-def _write_journal_event(connection: Connection, run_id: str, entry: JournalEntry) -> None:
-    line = entry.line
-    match line.event:
-        case RunCreated() | TrialPlanned() | CancelStarted():
-            pass  # their rows are built from spec.json
+def _write_line(connection: Connection, run_id: str, entry: JournalEntry) -> _EventText:
+    """Write the rows of a line, except those that are built from ``spec.json``; return the text of its event."""
+    time = entry.line.time
+    match entry.line.event:
+        case RunCreated() as event:
+            by = attributed(event.owner, event.owner_account)
+            return _EventText(f"{by} requested {event.name} with {event.config_source}", state=RunState.PENDING.value)
         case RunMoved() as event:
-            _move_run(connection, run_id, event, line.time)
+            _move_run(connection, run_id, event, time)
+            return _EventText(event.cause, state=event.state.value)
         case StageStarted() as event:
-            _start_stage(connection, run_id, event, line.time)
+            _start_stage(connection, run_id, event, time)
+            return _EventText(f"{event.name.value} started", event.attempt or None, state=StageState.RUNNING.value)
         case StageEnded() as event:
-            _end_stage(connection, run_id, event, line.time)
+            _end_stage(connection, run_id, event, time)
+            message = event.message or f"stage {event.stage_index}: {event.state.value}"
+            return _EventText(message, state=event.state.value)
         case ChecksMade() as event:
-            write_checks(connection, run_id, event.results, entry.position, line.time)
-        case AttemptPlanned() as event:
-            write_placement(connection, run_id, event.placement, line.time)
-        case AttemptSubmitted() as event:
-            _submit_attempt(connection, run_id, event, line.time)
+            write_checks(connection, run_id, event.results, entry.position, time)
+            counts = Counter(result.status for result in event.results)
+            shown = ", ".join(f"{counts[status]} {status.value}" for status in CheckStatus if counts[status])
+            return _EventText(shown or "no checks")
+        case TrialPlanned() as event:
+            return _EventText(f"the trial {event.run_id} decides {event.check_id}")
+        case AttemptPlanned(placement=placement):
+            write_placement(connection, run_id, placement, time)
+            text = f"{count(placement.num_nodes, 'node')}, from {placement.resume_checkpoint or 'the beginning'}"
+            text += f"; {placement.size_reason}" if placement.size_reason else ""
+            return _EventText(text, placement.attempt, state=AttemptState.PLANNED.value)
+        case AttemptSubmitted(submission=submission):
+            _submit_attempt(connection, run_id, submission, time)
+            job = f"{submission.scheduler} job {submission.job_id}"
+            return _EventText(job, submission.attempt, state=AttemptState.SUBMITTED.value)
         case AttemptMoved() as event:
-            _move_attempt(connection, run_id, event, line.time)
-        case IncidentFound() as event:
-            write_incidents(connection, run_id, [event.incident], _control_id(entry), "controller")
-        case DecisionMade() as event:
-            write_decisions(connection, run_id, [event.decision], _control_id(entry))
+            _move_attempt(connection, run_id, event, time)
+            return _EventText(event.cause, event.attempt, state=event.state.value)
+        case IncidentFound(incident=incident):
+            write_incidents(connection, run_id, [incident], f"control-{entry.position}", "controller")
+            return _EventText(incident.message, incident.attempt, incident.restart)
+        case DecisionMade(decision=decision):
+            write_decisions(connection, run_id, [decision], f"control-{entry.position}")
+            return _EventText(decision.reason, decision.attempt, decision.restart)
+        case CancelStarted() as event:
+            return _EventText(f"is being cancelled: {event.reason}")
+        case CodeTaken() as event:
+            changed = ", ".join(event.changed) or "nothing"
+            return _EventText(f"{event.by} had the code copied again; changed: {changed}")
         case ControllerStarted() as event:
-            row = {**event.model_dump(exclude={"kind", "resumed"}), "started_at": line.time}
+            row = {**event.model_dump(exclude={"kind", "resumed"}), "started_at": time}
             insert_or_keep(connection, CONTROLLERS, [{"run_id": run_id, "position": entry.position, **row}])
+            return _EventText(f"{event.controller} drives the run")
         case PromotionMoved() as event:
-            _move_promotion(connection, run_id, event, line.time)
-
-
-def _control_id(entry: JournalEntry) -> str:
-    return f"control-{entry.position}"
+            _move_promotion(connection, run_id, event, time)
+            why = ": ".join(part for part in (event.by, event.reason) if part)
+            message = f"promotion of step {event.checkpoint_step} {event.state.value}"
+            return _EventText(f"{message} ({why})" if why else message)
 
 
 def _move_run(connection: Connection, run_id: str, event: RunMoved, time: datetime) -> None:
@@ -217,9 +261,8 @@ def _end_stage(connection: Connection, run_id: str, event: StageEnded, time: dat
     connection.execute(_END_STAGE, {**key, **change, "lasted_s": (time - started_at).total_seconds()})
 
 
-def _submit_attempt(connection: Connection, run_id: str, event: AttemptSubmitted, time: datetime) -> None:
+def _submit_attempt(connection: Connection, run_id: str, submission: Submission, time: datetime) -> None:
     """Record a submission. If a controller that adopts the job repeats the line, only the content is updated."""
-    submission = event.submission
     content = {
         "by_scheduler": submission.scheduler,
         "job_id": submission.job_id,
