@@ -4,19 +4,10 @@ import difflib
 from pathlib import Path
 
 from rlhf_core.errors import BadConfig
+from rlhf_core.files.shipped import shipped
 
-_PACKAGE = Path(__file__).parent
-_FOLDERS = (_PACKAGE / "presets", _PACKAGE.parent / "infra" / "presets")
-"""Inside the installed package, and in a checkout."""
-_DRIVERS = (_PACKAGE / "drivers", _PACKAGE.parent / "infra" / "trainers")
-
-
-def _names() -> tuple[str, ...]:
-    names = {path.stem for folder in _FOLDERS for path in folder.glob("*.toml")}
-    return tuple(sorted(names, key=lambda name: (name != "quickstart", name)))
-
-
-PRESETS = _names()
+_FOLDER = shipped("presets", "presets")
+PRESETS = tuple(sorted((path.stem for path in _FOLDER.glob("*.toml")), key=lambda name: (name != "quickstart", name)))
 """Names that may be given instead of a config file, the first one to try at first."""
 
 
@@ -28,11 +19,7 @@ def preset_path(name: str) -> Path:
     """
     if name not in PRESETS:
         raise BadConfig(f'found no preset "{name}"{nearest_preset(name)}')
-    for folder in _FOLDERS:
-        path = folder / f"{name}.toml"
-        if path.is_file():
-            return path
-    raise BadConfig(f'preset "{name}" is not part of this installation of rlhf-flows; reinstall the package')
+    return _FOLDER / f"{name}.toml"
 
 
 def nearest_preset(name: str) -> str:
@@ -43,12 +30,5 @@ def nearest_preset(name: str) -> str:
 
 def drivers_folder() -> Path:
     """Folder of the scripts that start trainers which have none of their own, such as ``trl_train.py``; it stands
-    for ``{drivers}`` in a launch line.
-
-    Raises:
-        BadConfig: there is none.
-    """
-    for folder in _DRIVERS:
-        if folder.is_dir():
-            return folder
-    raise BadConfig(f"found no folder {_DRIVERS[0]}, expected it in every installation; reinstall the package")
+    for ``{drivers}`` in a launch line."""
+    return shipped("drivers", "trainers")

@@ -34,7 +34,7 @@ def starter_config(preset: str, file_name: str) -> str:
         file_name: The config's file, as a shell takes it.
 
     Raises:
-        BadConfig: the preset is not part of this installation.
+        BadConfig: there is no preset of that name.
     """
     values = tomllib.loads(preset_path(preset).read_text(encoding="utf-8"))
     sections: dict[str, list[FieldHelp]] = {}

@@ -4,12 +4,11 @@ import re
 import shlex
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from sqlalchemy import URL
 
-from rlhf_core.errors import HistoryError, UnsafeDatabase
+from rlhf_core.errors import UnsafeDatabase
 from rlhf_core.history.database import displayed
 from rlhf_core.history.sql_limits import WorkClock
 from rlhf_core.text.redaction import is_secret_name
@@ -47,19 +46,6 @@ _FETCHED_ROWS = 500
 
 _NOTHING = re.compile(r"(?:\s|;|--[^\n]*(?:\n|$)|/\*.*?\*/)*", re.DOTALL)
 """Text without a statement."""
-
-
-def reader_script() -> str:
-    """Read the psql script that creates the reading role, from the installed package or from ``infra`` of a checkout.
-
-    Raises:
-        HistoryError: the installation lacks the file.
-    """
-    folder = Path(__file__).parent
-    for path in (folder / "reader.sql", folder.parents[1] / "infra" / "reader.sql"):
-        if path.is_file():
-            return path.read_text(encoding="utf-8")
-    raise HistoryError("reader.sql is not part of this installation of rlhf-flows; reinstall the package")
 
 
 def query_postgres(

@@ -24,12 +24,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlhf_core.errors import BadConfig, BadInput, EnvironmentFailed
+from rlhf_core.files.shipped import shipped
 from rlhf_core.machine.accounts import expanded
 from rlhf_core.text.redaction import masked
 
-_PACKAGE = Path(__file__).parents[1]
-_FOLDERS = (_PACKAGE / "definitions", _PACKAGE.parent / "infra" / "environments")
-"""Inside the installed package, and in a checkout."""
+_DEFINITIONS = shipped("definitions", "environments")
 STAMP = "rlhf-environment.json"
 """File in an environment that records what it was made from; written once everything is installed."""
 _NUM_LINES_SHOWN = 15
@@ -110,7 +109,7 @@ class Made:
 
 def names() -> tuple[str, ...]:
     """Names of all definitions."""
-    return tuple(sorted({path.stem for folder in _FOLDERS for path in folder.glob("*.toml")}))
+    return tuple(sorted(path.stem for path in _DEFINITIONS.glob("*.toml")))
 
 
 def definition(name: str) -> Definition:
@@ -119,11 +118,9 @@ def definition(name: str) -> Definition:
     Raises:
         BadInput: there is no such definition.
     """
-    for folder in _FOLDERS:
-        path = folder / f"{name}.toml"
-        if path.is_file():
-            return read_definition(path)
-    raise BadInput(f"found no environment {name!r}, expected one of {', '.join(names())}")
+    if name not in names():
+        raise BadInput(f"found no environment {name!r}, expected one of {', '.join(names())}")
+    return read_definition(_DEFINITIONS / f"{name}.toml")
 
 
 def read_definition(path: Path) -> Definition:

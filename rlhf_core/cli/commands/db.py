@@ -117,7 +117,8 @@ def reader(
     psql as a superuser, in the database of the history: rlhf db reader | psql -d DATABASE. You can run it again.
     """
     from rlhf_core.config.site import load_site
-    from rlhf_core.history import database, read_only
+    from rlhf_core.files.shipped import shipped
+    from rlhf_core.history import database
 
     url = database.parse_url(load_site().database_url)
     if database.sqlite_file(url) is not None:
@@ -129,4 +130,5 @@ def reader(
     if not name:
         raise BadInput("RLHF_DATABASE_URL names no user: name the owner of the tables with --owner USER")
     quoted = name.replace("\\", "\\\\").replace("'", "\\'")
-    sys.stdout.write(f"\\set owner '{quoted}'\n{read_only.reader_script()}")
+    script = shipped("history/reader.sql", "reader.sql").read_text(encoding="utf-8")
+    sys.stdout.write(f"\\set owner '{quoted}'\n{script}")
