@@ -101,6 +101,7 @@ def shared(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def runs_of(group: TrainingGroup) -> dict[str, Any]:
+    from rlhf_core.training.data.examples import RowPasses, divide_examples
     from rlhf_core.training.trainers import context as trainers_context
     from rlhf_core.training.trainers import offline
     from rlhf_core.training.trainers.engine import Engine
@@ -125,14 +126,13 @@ def runs_of(group: TrainingGroup) -> dict[str, Any]:
         results[f"stage {stage}"] = train(f"stage-{stage}", spec)
         results[f"stage {stage} resumed"] = again(f"stage-{stage}", spec)
     results["cut"] = []
-    real_cut = offline.divide_examples
 
-    def noted(*given: Any, **options: Any) -> Any:
-        results["cut"].append(real_cut(*given, **options))
-        return results["cut"][-1]
+    def noted(examples: Any, *given: Any, **options: Any) -> Any:
+        results["cut"].append(divide_examples(examples, given[3], **options))
+        return RowPasses(examples, *given, **options)
 
     with (
-        mock.patch.object(offline, "divide_examples", noted),
+        mock.patch.object(offline, "RowPasses", noted),
         mock.patch.object(trainers_context, "balanced", as_they_come),
     ):
         for bound in (0, 40):

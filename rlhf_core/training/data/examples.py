@@ -1,6 +1,6 @@
 """Conversion of rows to training sequences, and their scoring; shared by training and evaluation."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,10 +10,12 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.schemas.algorithms.base import AlgorithmSpec
 from rlhf_core.schemas.trainers import NativeTrainer
-from rlhf_core.training.algorithms.objective import MicroBatch, PolicyOutput
+from rlhf_core.training.algorithms import ALGORITHMS
+from rlhf_core.training.algorithms.objective import MicroBatch, PolicyOutput, StepSums
 from rlhf_core.training.data.batches import SequenceBatch, collate
 from rlhf_core.training.data.loading import completion_tokens, learned_tokens
-from rlhf_core.training.data.micro_batches import micro_batches
+from rlhf_core.training.data.micro_batches import evened, micro_batches
+from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.types import Row
 
 Scorer = Callable[..., Any]
@@ -157,3 +159,82 @@ def scored(
             ref_logprobs, _ = reference(input_ids, **inputs)
     logprobs, entropy = policy(input_ids, **inputs, entropy_gradient=entropy_gradient)
     return PolicyOutput(logprobs, ref_logprobs, entropy=entropy if entropy_gradient else None), entropy
+
+
+class RowPasses:
+    """Passes of all ranks over the examples of one step or of one evaluation.
+
+    Every rank makes as many as the rank with the most, whatever its share of the rows: if the weights are split over
+    the ranks, each pass is a collective.
+    """
+
+    def __init__(
+        self,
+        examples: Sequence[Example],
+        before: Sequence[Row],
+        tokenizer: PreTrainedTokenizerBase,
+        ranks: Ranks,
+        trainer: NativeTrainer,
+        algorithm: AlgorithmSpec,
+        *,
+        packed: bool,
+    ) -> None:
+        """Divide this rank's examples into micro-batches. Collective.
+
+        Args:
+            before: see :func:`mismatched`; none unless the algorithm scores mismatched completions.
+            packed: the model packs its sequences.
+        """
+        self._ranks, self._algorithm, self._pad_id = ranks, algorithm, tokenizer.pad_token_id
+        self._examples, self._others = examples, mismatched(examples, before, tokenizer) if before else []
+        cuts = [divide_examples(part, trainer, packed=packed) for part in (examples, self._others)]
+        own = [*step_sums(examples, algorithm), *map(len, cuts)]
+        tokens, sequences, chosen, *numbers = zip(*ranks.numbers_of_replicas(own), strict=True)
+        self._parts, self._other_parts = (
+            evened(cut, int(max(found))) for cut, found in zip(cuts, numbers, strict=True)
+        )
+        self._sums = StepSums(sum(tokens), sum(sequences), num_chosen_tokens=sum(chosen))
+
+    @torch.no_grad()
+    def sums(self, policy: Scorer, reference: Scorer | None, beat: Callable[[], None]) -> StepSums:
+        """Sums over all ranks, with those that the loss needs before its first backward pass. Collective.
+
+        Args: as for :meth:`run`.
+        """
+        if not self._algorithm.mismatches:
+            return self._sums
+        found: dict[str, float] = {}
+        for part, batch, output in self._run(self._others, self._other_parts, policy, reference, beat):
+            for name, value in ALGORITHMS[self._algorithm.name].measure(output, batch, self._algorithm).items():
+                found[name] = found.get(name, 0.0) + float(value) * bool(part)
+        totals = self._ranks.sum_over_replicas(list(found.values()))
+        return replace(self._sums, measured=dict(zip(found, totals, strict=True)))
+
+    def run(
+        self, policy: Scorer, reference: Scorer | None, beat: Callable[[], None]
+    ) -> Iterator[tuple[list[int], MicroBatch, PolicyOutput]]:
+        """Yield the indices of the examples of each pass, its sequences, and its outputs.
+
+        A pass without examples is over padding, and its outputs have to be dropped.
+
+        Args:
+            policy: the model or the engine around it.
+            reference: reference of the loop, if the algorithm has one.
+            beat: called before every pass.
+        """
+        return self._run(self._examples, self._parts, policy, reference, beat)
+
+    def _run(
+        self,
+        examples: Sequence[Example],
+        parts: Sequence[list[int]],
+        policy: Scorer,
+        reference: Scorer | None,
+        beat: Callable[[], None],
+    ) -> Iterator[tuple[list[int], MicroBatch, PolicyOutput]]:
+        padding = Example([self._pad_id], ([self._pad_id],) * (2 if self._algorithm.pairs else 1))
+        for part in parts:
+            beat()
+            chosen = [examples[index] for index in part] or [padding]
+            batch, sequences = make_batch(chosen, self._algorithm, self._pad_id, self._ranks.device)
+            yield part, sequences, score_batch(policy, reference, batch, sequences, self._algorithm)

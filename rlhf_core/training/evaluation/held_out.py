@@ -1,7 +1,7 @@
 """Forward passes over held-out rows: the rewards that the main algorithm assigns to their completions, and its loss."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,19 +9,9 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.algorithms import ALGORITHMS
-from rlhf_core.training.algorithms.objective import MicroBatch, PolicyOutput, StepSums, select_rows
-from rlhf_core.training.data.examples import (
-    Example,
-    Scorer,
-    divide_examples,
-    make_batch,
-    make_examples,
-    mismatched,
-    score_batch,
-    step_sums,
-)
+from rlhf_core.training.algorithms.objective import select_rows
+from rlhf_core.training.data.examples import RowPasses, Scorer, make_examples
 from rlhf_core.training.data.loading import EncodedPrompts
-from rlhf_core.training.data.micro_batches import evened
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.models.causal_lm import PolicyModel, in_evaluation_mode
 from rlhf_core.training.models.reward_model import RewardModel
@@ -58,9 +48,6 @@ class HeldOutRows:
     ) -> list[ScoredRow]:
         """Score this rank's rows, or those of its replica on the first rank of it, and none on the others. Collective.
 
-        All ranks make the same number of passes, whatever their share of the rows: if the weights are split over the
-        ranks, each pass is a collective. The results of passes without rows are dropped.
-
         Args:
             reference: reference of the main loop, if its algorithm has one.
             beat: called before every pass.
@@ -70,20 +57,22 @@ class HeldOutRows:
         own = deal(rows)
         examples = make_examples(own, deal(self.data.token_ids), self.tokenizer, algorithm)
         before = deal([*rows[-1:], *rows[:-1]]) if algorithm.mismatches else []
-        others = mismatched(examples, before, self.tokenizer) if algorithm.mismatches else []
-        cuts = [divide_examples(part, self.spec.native_trainer, packed=policy.packs) for part in (examples, others)]
-        gathered = self.ranks.numbers_of_replicas([*step_sums(examples, algorithm), *map(len, cuts)])
-        tokens, sequences, chosen, *numbers = zip(*gathered, strict=True)
-        sums = StepSums(sum(tokens), sum(sequences), num_chosen_tokens=sum(chosen))
-        parts, other_parts = (evened(cut, int(max(found))) for cut, found in zip(cuts, numbers, strict=True))
+        passes = RowPasses(
+            examples,
+            before,
+            self.tokenizer,
+            self.ranks,
+            self.spec.native_trainer,
+            algorithm,
+            packed=policy.packs,
+        )
         by_tokens = not (algorithm.pairs or algorithm.labelled)
-        total = sums.num_tokens if by_tokens else len(rows)
 
         found: dict[int, ScoredRow] = {}
         with in_evaluation_mode(policy):
-            if algorithm.mismatches:
-                sums = replace(sums, measured=self._measured(policy, reference, others, other_parts, beat))
-            for part, batch, output in self._passes(policy, reference, examples, parts, beat):
+            sums = passes.sums(policy, reference, beat)
+            total = sums.num_tokens if by_tokens else len(rows)
+            for part, batch, output in passes.run(policy, reference, beat):
                 count = len(batch.mask) // (2 if algorithm.pairs else 1)
                 rewards = objective.rewards(output, batch, algorithm).reshape(-1, count).T.tolist()
                 alone = (select_rows(output, batch, [place], paired=algorithm.pairs) for place in range(len(part)))
@@ -94,39 +83,6 @@ class HeldOutRows:
                     loss = share * total / weight if weight else 0.0
                     found[index] = ScoredRow(own[index], of_row, loss, weight)
         return [found[index] for index in range(len(own))] if self.ranks.is_first_of_replica else []
-
-    def _measured(
-        self,
-        policy: PolicyModel | RewardModel,
-        reference: Scorer | None,
-        examples: Sequence[Example],
-        parts: Sequence[list[int]],
-        beat: Callable[[], None],
-    ) -> dict[str, float]:
-        """Sums over all rows that the loss needs, as a step of training measures them."""
-        algorithm = self.spec.main_loop.algorithm
-        found: dict[str, float] = {}
-        for part, sequences, output in self._passes(policy, reference, examples, parts, beat):
-            for name, value in ALGORITHMS[algorithm.name].measure(output, sequences, algorithm).items():
-                found[name] = found.get(name, 0.0) + float(value) * bool(part)
-        return dict(zip(found, self.ranks.sum_over_replicas(list(found.values())), strict=True))
-
-    def _passes(
-        self,
-        policy: PolicyModel | RewardModel,
-        reference: Scorer | None,
-        examples: Sequence[Example],
-        parts: Sequence[list[int]],
-        beat: Callable[[], None],
-    ) -> Iterator[tuple[list[int], MicroBatch, PolicyOutput]]:
-        """Run the forward passes over examples; that of an empty part runs over the first row, to keep pace."""
-        algorithm, data = self.spec.main_loop.algorithm, self.data
-        filler = make_examples(data.rows[:1], data.token_ids[:1], self.tokenizer, algorithm)
-        for part in parts:
-            beat()
-            chosen = [examples[index] for index in part] or filler
-            batch, sequences = make_batch(chosen, algorithm, self.tokenizer.pad_token_id, self.ranks.device)
-            yield part, sequences, score_batch(policy, reference, batch, sequences, algorithm)
 
 
 def _floats(scalars: Sequence[Tensor]) -> list[float]:
