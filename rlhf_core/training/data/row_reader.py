@@ -68,17 +68,16 @@ class RowReader:
                 self._require_value(name, fields[name])
         is_chat = any(isinstance(fields[name], list) for name in ("prompt", *completions))
         answer = fields.get("answer")
-        if not is_chat and isinstance(answer, list) and not messages_problem(answer):
-            is_chat = self._data.chat
-            if self._teaches_answers and not is_chat and "answer" in self._used["target"]:
+        if isinstance(answer, list) and not is_chat:
+            if messages_problem(answer):  # a list for reward functions
+                fields["answer"] = str(answer)
+            elif self._teaches_answers and not self._data.chat and "answer" in self._used["target"]:
                 raise MalformedRow(
                     "answer: expected a text beside a prompt of text, found a list of messages; set data.chat, or make "
                     "the prompt a list of messages too"
                 )
-        if is_chat:
+        if is_chat or self._data.chat:
             row = self._conversation(fields, columns, place)
-        elif self._data.chat:
-            row = self._asked(self._texts(fields, columns), columns, place)
         else:
             self._refuse_settings_of_conversations(place)
             row = self._texts(fields, columns)
@@ -149,20 +148,6 @@ class RowReader:
             rejected=texts.get("rejected", ""),
         )
 
-    def _asked(self, row: Row, columns: Mapping[str, JsonValue], place: str) -> Row:
-        """Make a conversation of a row of texts: a question of the user, and answers of the model."""
-        asked = self._with_system_prompt([{"role": "user", "content": row.prompt}])
-        chat = Conversation(
-            prompt=turns(asked),
-            target=turns(row.target) if self._teaches_answers else (),
-            chosen=turns(row.chosen) if row.chosen else (),
-            rejected=turns(row.rejected) if row.rejected else (),
-            tools=self._tools(columns),
-            place=place,
-        )
-        prompt = _as_json(asked)
-        return dataclasses.replace(row, uid=_digest(prompt), prompt=prompt, chat=chat)
-
     def _with_system_prompt(self, messages: list[JsonValue]) -> list[JsonValue]:
         first = messages[0]
         has_one = isinstance(first, dict) and first.get("role") in ("system", "developer")
@@ -213,9 +198,10 @@ class RowReader:
                 raise MalformedRow(f"{name}: {problem}")
         asked = self._with_system_prompt(given)
         prompt = _as_json(asked)
-        _check_text(prompt + _as_json([list(messages) for messages in completions.values()]))
         is_whole = bool(self._data.messages_column)
         target = content_of(completions["target"][0 if is_whole else -1]) if completions["target"] else ""
+        answer = target if isinstance(fields.get("answer"), list) else str(fields.get("answer", ""))
+        _check_text(prompt + answer + _as_json([list(messages) for messages in completions.values()]))
         if not self._teaches_answers:
             # An answer that is only compared is not rendered: templates of reasoning models begin the turn of the model
             # otherwise than they render a past one.
@@ -229,11 +215,10 @@ class RowReader:
             tools=self._tools(columns),
             place=place,
         )
-        answer = fields.get("answer")
         return Row(
             _digest(prompt),
             prompt,
-            target if isinstance(answer, list) else "" if answer is None else str(answer),
+            answer,
             target,
             dict(columns),
             chosen=content_of(chat.chosen[-1]) if chat.chosen else "",
