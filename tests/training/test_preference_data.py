@@ -247,8 +247,9 @@ def test_an_implicit_prompt_of_text_is_what_both_begin_with(tmp_path: Path) -> N
     (row,) = load(tmp_path, {"chosen": "Human: hi Assistant: yes", "rejected": "Human: hi Assistant: no"})
     assert (row.prompt, row.chosen, row.rejected) == ("Human: hi Assistant:", " yes", " no")
     assert common_beginning("ab", "abc") == 1, "some of both completions is left"
-    with pytest.raises(BadData, match="no common beginning"):
-        load(tmp_path, {"chosen": "a", "rejected": "b"})
+    for chosen, rejected in (("a", "b"), ("", "b"), ([], ASKED)):
+        with pytest.raises(BadData, match="no common beginning"):
+            load(tmp_path, {"chosen": chosen, "rejected": rejected})
 
 
 def test_a_template_that_renders_the_prompt_otherwise_is_refused(tmp_path: Path) -> None:

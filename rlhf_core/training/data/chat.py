@@ -63,8 +63,8 @@ def common_beginning(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
     neither completion becomes empty.
     """
     shorter = min(len(chosen), len(rejected))
-    length = next((at for at in range(shorter) if chosen[at] != rejected[at]), shorter - 1)
-    return max(0, length - 1 if length and chosen[length - 1] == " " else length)
+    length = next((at for at in range(shorter) if chosen[at] != rejected[at]), max(0, shorter - 1))
+    return length - 1 if length and chosen[length - 1] == " " else length
 
 
 NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
