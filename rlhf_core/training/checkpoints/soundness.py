@@ -2,7 +2,7 @@
 
 import errno
 import json
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from rlhf_core.schemas.migration import current_settings
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.text.formatting import listed
-from rlhf_core.training.data.micro_batches import balanced
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.models.adapters import is_adapter, require_base
 from rlhf_core.training.types import WorkerContext
@@ -93,8 +92,15 @@ def verify_checkpoint(
         ranks.reporter.beat(Phase.SETUP, checkpoint.step)
 
     # The names come from rank 0: another node may see an older listing of the directory.
-    files = ranks.on_first(lambda: _files_to_verify(checkpoint, only_model))
-    found = ranks.gather(_faulty(checkpoint, files, ranks, beat))
+    listed_files = ranks.on_first(lambda: _files_to_verify(checkpoint, only_model))
+    files = {name: FileChecksum.model_validate(expected) for name, expected in listed_files.items()}
+
+    def misread(names: Iterable[str]) -> list[str]:
+        """The files whose content, as this rank reads it, does not match their checksums."""
+        return [name for name in names if checkpoint.fault_of(name, files[name], beat)]
+
+    # Dealt by size: every rank reads about as many bytes.
+    found = ranks.gather(misread(sorted(files, key=lambda name: -files[name].bytes)[ranks.rank :: ranks.num_ranks]))
     suspects = [name for names in found for name in names]
     ranks.on_first(
         lambda: _require_sound(checkpoint, spec, base, beat, suspects if files else None),
@@ -105,8 +111,10 @@ def verify_checkpoint(
             ranks.log(
                 f"warning: only rank {rank} could not read {listed(names, 5)} of {checkpoint.root.name} correctly"
             )
-    if not ranks.is_first:
-        _require_correct_reading(checkpoint, {name: files[name] for name in found[ranks.rank]}, beat)
+    # It would load its weights through the same cache.
+    if not ranks.is_first and (faulty := misread(found[ranks.rank])):
+        problem = "this node reads it wrongly and rank 0 correctly; its file system cache or its memory may be damaged"
+        raise OSError(errno.EIO, problem, str(checkpoint.root / faulty[0]))
 
 
 def _files_to_verify(checkpoint: CheckpointDir, only_model: bool) -> dict[str, dict[str, Any]]:
@@ -120,42 +128,6 @@ def _files_to_verify(checkpoint: CheckpointDir, only_model: bool) -> dict[str, d
         for name, expected in manifest.files.items()
         if not only_model or name.startswith(read)
     }
-
-
-def _faulty(
-    checkpoint: CheckpointDir, files: dict[str, dict[str, Any]], ranks: Ranks, beat: Callable[[], None]
-) -> list[str]:
-    """The names of the faulty ones among this rank's part of the files. Every rank gets about as many bytes."""
-    names = sorted(files)
-    idle = -len(names) % ranks.num_ranks
-    sizes = [float(files[name]["bytes"]) for name in names]
-    part = [
-        names[place] for place in balanced([*sizes, *[0.0] * idle], ranks.num_ranks)[ranks.rank] if place < len(names)
-    ]
-    return _misread(checkpoint, {name: files[name] for name in part}, beat)
-
-
-def _require_correct_reading(
-    checkpoint: CheckpointDir, files: dict[str, dict[str, Any]], beat: Callable[[], None]
-) -> None:
-    """Read sound files again that this rank found faulty: it would load its weights through the same cache.
-
-    Raises:
-        OSError: one of them is faulty again.
-    """
-    faulty = _misread(checkpoint, files, beat)
-    if faulty:
-        problem = "this node reads it wrongly and rank 0 correctly; its file system cache or its memory may be damaged"
-        raise OSError(errno.EIO, problem, str(checkpoint.root / faulty[0]))
-
-
-def _misread(checkpoint: CheckpointDir, files: dict[str, dict[str, Any]], beat: Callable[[], None]) -> list[str]:
-    """The names of the files whose content, as this rank reads it, does not match their checksums."""
-    return [
-        name
-        for name, expected in files.items()
-        if checkpoint.fault_of(name, FileChecksum.model_validate(expected), beat)
-    ]
 
 
 def initial_folder(spec: RunSpec, run_dir: RunDir) -> Path:
