@@ -46,6 +46,11 @@ class CheckpointDir:
         """State of the optimizer, the random number generators and the data position, per rank."""
         return self.root / "trainer_state"
 
+    @property
+    def partial(self) -> "CheckpointDir":
+        """The same checkpoint while it is written, under a hidden name."""
+        return CheckpointDir(self.root.with_name(f".{self.root.name}.partial"), self.step)
+
     def manifest(self) -> CheckpointManifest | None:
         """Read ``COMPLETE``; None if the checkpoint does not count."""
         try:
@@ -53,17 +58,17 @@ class CheckpointDir:
         except OSError:
             return None  # not resumable; the previous checkpoint may be
 
-    def put_in_place(self, final: "CheckpointDir", manifest: CheckpointManifest) -> None:
-        """Make this checkpoint count under another name: its files are on disk, and ``COMPLETE`` is written last.
+    def put_in_place(self, manifest: CheckpointManifest) -> None:
+        """Make the files of :attr:`partial` count, which are on disk; ``COMPLETE`` is written last.
 
         Raises:
             OSError: the file system refuses it.
         """
-        write_model(self.complete, manifest)
-        bring_to_disk(self.root)
-        remove_tree(final.root)  # an older one of the same step, if training was rolled back
-        self.root.rename(final.root)
-        bring_to_disk(final.root.parent)
+        write_model(self.partial.complete, manifest)
+        bring_to_disk(self.partial.root)
+        remove_tree(self.root)  # an older one of the same step, if training was rolled back
+        self.partial.root.rename(self.root)
+        bring_to_disk(self.root.parent)
 
     def damage(self, beat: Callable[[], None] = lambda: None, names: Collection[str] | None = None) -> list[str]:
         """Problems of the files, by size and hash; empty for an intact checkpoint. Reads every byte of these files.

@@ -178,7 +178,8 @@ def test_without_shards_a_node_gets_the_states_of_all_ranks(folder: Path) -> Non
 
 def test_a_value_model_comes_from_the_same_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of the checkpoint on disk is read, which was not verified."""
-    monkeypatch.setattr(models_module, "Engine", Mock())
+    engine = Mock()
+    monkeypatch.setattr(models_module, "Engine", engine)
     ranks = Mock(device=torch.device("cpu"), sequence=None)
     context = make_context(str(tmp_path / "run"), spec_of("ppo"), 0, 1, restart=1)
     tokenizer = build_tokenizer("char", [], 0)
@@ -187,12 +188,11 @@ def test_a_value_model_comes_from_the_same_memory(tmp_path: Path, monkeypatch: p
     saved = ppo.ValueModel(policy)
     torch.nn.init.ones_(saved.head.bias)
     memory.critic.mkdir()
-    save_weights(saved, memory.critic / ppo.WEIGHTS, True, lambda: None)
+    save_weights(saved, memory.critic / "model.safetensors", True, lambda: None)
     models = models_module.RunModels(context, ranks, tokenizer, tmp_path / "initial", memory, lambda: None)
     state = TrainerState(Progress(step=4, loop="ppo", loop_finished=False, position=0), (), None, critic=({},))
-    critic = models.critic(loops(context.spec)[-1], state)
-    assert critic is not None
-    assert critic.model.head.bias.item() == 1.0
+    models.critic(loops(context.spec)[-1], state)
+    assert engine.call_args.args[0].head.bias.item() == 1.0
 
 
 def events(folder: Path, name: str) -> list[AgentEvent]:

@@ -380,7 +380,7 @@ def test_the_wait_for_completions_is_part_of_the_time_of_a_checkpoint(
         return [{"step": 5, "is_last": is_last}]
 
     saver.save(mock.Mock(), mock.Mock(), mock.Mock(), None, wait, is_last=False)
-    assert saver.writer.begin.call_args.args[-1] == [{"step": 5, "is_last": False}]  # type: ignore[attr-defined]
+    assert saver.writer.begin.call_args.args[2]["in_flight"] == [{"step": 5, "is_last": False}]  # type: ignore[attr-defined]
     assert saver.times() == {"checkpoint": 7.0, "checkpoint_wait": 0.0, "checkpoint_write": 0.0}
 
 

@@ -64,7 +64,7 @@ from rlhf_core.training.models.causal_lm import build_causal_lm, load_causal_lm 
 
 pytestmark = [pytest.mark.training]
 
-ENGINE_STATE = {"step": 4.0, "parts": {"embedding": {"start": 0, "weight": torch.ones(10)}}}
+STATE = {"engine": {"step": 4.0, "parts": {"embedding": {"start": 0, "weight": torch.ones(10)}}}}
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def spec_with(**sections: Any) -> RunSpec:
 
 
 def writer(run_dir: RunDir, ranks: Ranks, spec: RunSpec | None = None) -> CheckpointWriter:
-    return CheckpointWriter(run_dir, spec or spec_with(), build_tokenizer("char", [], 0), ranks, lambda: None)
+    return CheckpointWriter(run_dir, spec or spec_with(), build_tokenizer("char", [], 0), ranks, lambda: None, 1)
 
 
 def save_whole(saver: CheckpointWriter, *part: Any) -> CheckpointDir:
@@ -125,7 +125,7 @@ def test_memory_is_unpinned_before_it_is_unmapped(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_checkpoint_is_a_model_folder_and_a_state(run_dir: RunDir, ranks: Ranks, model: Any) -> None:
-    saved = save_whole(writer(run_dir, ranks), progress(4), model, ENGINE_STATE)
+    saved = save_whole(writer(run_dir, ranks), progress(4), model, STATE)
     verify_checkpoint(saved, spec_with(), ranks)
     manifest = saved.manifest()
     assert manifest is not None
@@ -145,7 +145,7 @@ def test_newest_warm_start_and_last_are_kept(run_dir: RunDir, ranks: Ranks, mode
     saver = writer(run_dir, ranks, spec_with(checkpoint={"keep_last": 2}, health={"window_steps": 1}))
     kept = []
     for step in (1, 2, 3, 4, 5):
-        save_whole(saver, progress(step), model, ENGINE_STATE)
+        save_whole(saver, progress(step), model, STATE)
         kept.append([checkpoint.step for checkpoint in run_dir.checkpoints()])
     assert kept == [[1], [1, 2], [2, 3], [2, 3, 4], [2, 4, 5]]  # the warm start ends at step 2
     assert not list(run_dir.checkpoints_dir.glob(".*"))
@@ -156,7 +156,7 @@ def test_the_best_checkpoint_is_kept_and_evaluated(run_dir: RunDir, ranks: Ranks
     saver, best = writer(run_dir, ranks, spec_with(**sections)), None
     for step, value in ((4, 0.4), (6, 0.9), (8, 0.9), (10, math.nan), (12, 0.8)):
         best = best_until(best, step, "eval/greedy", value)
-        save_whole(saver, progress(step).model_copy(update={"best": best}), model, ENGINE_STATE)
+        save_whole(saver, progress(step).model_copy(update={"best": best}), model, STATE)
     assert best is not None
     assert best.step == 8, "of two equal ones, the later"
     assert 8 in [checkpoint.step for checkpoint in run_dir.checkpoints()]
@@ -198,7 +198,7 @@ def test_a_checkpoint_that_cannot_be_read_for_a_moment_stays(
 ) -> None:
     saver = writer(run_dir, ranks, spec_with(checkpoint={"keep_last": 3}))
     for step in (3, 4):
-        save_whole(saver, progress(step), model, ENGINE_STATE)
+        save_whole(saver, progress(step), model, STATE)
     unreadable, manifest = [3], CheckpointDir.manifest
 
     def manifest_or_none(checkpoint: CheckpointDir) -> Any:
@@ -208,15 +208,15 @@ def test_a_checkpoint_that_cannot_be_read_for_a_moment_stays(
         return manifest(checkpoint)
 
     monkeypatch.setattr(CheckpointDir, "manifest", manifest_or_none)
-    save_whole(saver, progress(5), model, ENGINE_STATE)
+    save_whole(saver, progress(5), model, STATE)
     assert unreadable == []
     assert [checkpoint.step for checkpoint in run_dir.checkpoints()] == [3, 4, 5]
 
 
 def test_going_back_replaces_a_checkpoint_of_the_same_step(run_dir: RunDir, ranks: Ranks, model: Any) -> None:
     saver = writer(run_dir, ranks)
-    save_whole(saver, progress(4), model, ENGINE_STATE)
-    save_whole(saver, progress(4, loop_finished=True), model, ENGINE_STATE)
+    save_whole(saver, progress(4), model, STATE)
+    save_whole(saver, progress(4, loop_finished=True), model, STATE)
     (found,) = run_dir.checkpoints()
     manifest = found.manifest()
     assert manifest is not None
@@ -228,13 +228,13 @@ def test_a_rank_that_wakes_up_after_a_newer_attempt_began_replaces_no_checkpoint
     run_dir: RunDir, ranks: Ranks, model: Any
 ) -> None:
     """Its node was frozen between writing and publishing; the control is the test above."""
-    kept = save_whole(writer(run_dir, ranks), progress(4, loop_finished=True), model, ENGINE_STATE)
+    kept = save_whole(writer(run_dir, ranks), progress(4, loop_finished=True), model, STATE)
     before = content(kept)
     spec, tokenizer = spec_with(), build_tokenizer("char", [], 0)
-    woken = CheckpointWriter(run_dir, spec, tokenizer, ranks, lambda: None, lambda: run_dir.is_superseded(1))
+    woken = CheckpointWriter(run_dir, spec, tokenizer, ranks, lambda: None, 1)
     write_model(run_dir.attempt(2).placement, Placement(attempt=2, num_nodes=1, phases=()))
     with pytest.raises(WorkerError, match="a newer attempt has begun"):
-        save_whole(woken, progress(4), model, ENGINE_STATE)
+        save_whole(woken, progress(4), model, STATE)
     assert content(kept) == before
     verify_checkpoint(kept, spec, ranks)
 
@@ -244,7 +244,7 @@ def test_what_an_interrupted_save_left_is_cleared_away(run_dir: RunDir, ranks: R
         (run_dir.checkpoints_dir / name / "model").mkdir(parents=True)
     (run_dir.checkpoints_dir / "step-000004").mkdir()  # without COMPLETE it does not count
     assert run_dir.checkpoints() == []
-    saved = save_whole(writer(run_dir, ranks), progress(4), model, ENGINE_STATE)
+    saved = save_whole(writer(run_dir, ranks), progress(4), model, STATE)
     assert [path.name for path in run_dir.checkpoints_dir.iterdir()] == ["step-000004"]
     verify_checkpoint(saved, spec_with(), ranks)
 
@@ -288,7 +288,7 @@ def test_a_checkpoint_counts_whole_or_not_at_all(
 ) -> None:
     """Killed at any point of a save, what was complete before is there as it was, and the new one does not count."""
     spec = spec_with(checkpoint={"background": background})
-    first = save_whole(writer(run_dir, ranks, spec), progress(4), model, ENGINE_STATE)
+    first = save_whole(writer(run_dir, ranks, spec), progress(4), model, STATE)
     before = content(first)
     killed = threading.Event()
 
@@ -298,14 +298,14 @@ def test_a_checkpoint_counts_whole_or_not_at_all(
 
     with monkeypatch.context() as patch, suppress(Killed):
         patch.setattr(place, name, die)
-        writer(run_dir, ranks, spec).begin(progress(6), model, ENGINE_STATE)
+        writer(run_dir, ranks, spec).begin(progress(6), model, STATE)
         for thread in threading.enumerate():
             if thread.name == "checkpoint-6":
                 thread.join()
     assert killed.is_set()
     assert [checkpoint.step for checkpoint in run_dir.checkpoints()] == [4]
     assert content(first) == before
-    again = save_whole(writer(run_dir, ranks, spec), progress(6), model, ENGINE_STATE)
+    again = save_whole(writer(run_dir, ranks, spec), progress(6), model, STATE)
     verify_checkpoint(again, spec, ranks)
     assert sorted(path.name for path in run_dir.checkpoints_dir.iterdir()) == ["step-000004", "step-000006"]
 
@@ -315,7 +315,7 @@ def test_a_checkpoint_in_the_background_is_the_snapshot_and_has_the_same_files(
 ) -> None:
     """Training goes on with the weights while they are written; the control is a save that copies nothing."""
     straight = writer(run_dir, ranks, spec_with(checkpoint={"background": False}))
-    expected = save_whole(straight, progress(4), model, ENGINE_STATE).manifest()
+    expected = save_whole(straight, progress(4), model, STATE).manifest()
     go_on = threading.Event()
     write = background_save.write_files
 
@@ -326,14 +326,14 @@ def test_a_checkpoint_in_the_background_is_the_snapshot_and_has_the_same_files(
     monkeypatch.setattr(background_save, "write_files", held)
     saver = writer(run_dir, ranks)
     trained = copy.deepcopy(model)
-    state = copy.deepcopy(ENGINE_STATE)
+    state = copy.deepcopy(STATE)
     saver.begin(progress(6), trained, state)
     assert saver.is_writing
     assert not saver.has_failed()
     with torch.no_grad():
         for parameter in trained.parameters():
             parameter.add_(1.0)
-        state["parts"]["embedding"]["weight"].add_(1.0)
+        state["engine"]["parts"]["embedding"]["weight"].add_(1.0)
     go_on.set()
     saver.finish()
     saved = run_dir.checkpoint(6)
@@ -351,9 +351,9 @@ def test_a_checkpoint_in_the_background_is_the_snapshot_and_has_the_same_files(
 
 def test_memory_of_a_snapshot_is_used_again(run_dir: RunDir, ranks: Ranks, model: Any) -> None:
     saver = writer(run_dir, ranks)
-    save_whole(saver, progress(4), model, ENGINE_STATE)
+    save_whole(saver, progress(4), model, STATE)
     before = dict(saver._buffers._buffers)
-    save_whole(saver, progress(6), model, ENGINE_STATE)
+    save_whole(saver, progress(6), model, STATE)
     assert len(before) == 2
     assert saver._buffers._buffers == before
     assert all(saver._buffers[name] is memory for name, memory in before.items())
@@ -368,7 +368,7 @@ def test_memory_is_used_again_with_completions_in_flight_of_another_size(
     num_tokens = [50_000, 60_000, 20, 100_000, 70_000]
     for step, count in enumerate(num_tokens):
         in_flight = {"step": step, "uids": ["a"] * (count // 10), "tokens": torch.arange(count)}
-        saved = save_whole(saver, progress(step), model, ENGINE_STATE, None, [in_flight])
+        saved = save_whole(saver, progress(step), model, {**STATE, "in_flight": [in_flight]})
         verify_checkpoint(saved, spec_with(), ranks)
         (found,) = load_trainer_state(saved, ranks).in_flight
         assert torch.equal(found.pop("tokens"), in_flight.pop("tokens"))
@@ -403,7 +403,7 @@ def test_with_as_many_ranks_each_reads_its_own_completions_in_flight(
 def test_a_save_leaves_no_list_of_its_files_in_the_store(run_dir: RunDir, ranks: Ranks, model: Any) -> None:
     """The store is the agent's memory, and lists of hundreds of ranks would add up over thousands of checkpoints."""
     store = Mock(wraps=ranks.store)
-    save_whole(writer(run_dir, dataclasses.replace(ranks, store=store)), progress(4), model, ENGINE_STATE)
+    save_whole(writer(run_dir, dataclasses.replace(ranks, store=store)), progress(4), model, STATE)
     left = {call.args[0]: call.args[1] for call in store.set.call_args_list}
     for call in store.delete_key.call_args_list:
         del left[call.args[0]]
@@ -415,7 +415,7 @@ def test_without_room_in_memory_the_step_waits_for_the_disk(
 ) -> None:
     monkeypatch.setattr(host_buffers, "free_memory", lambda folder: 1000)
     saver = writer(run_dir, ranks)
-    saver.begin(progress(4), model, ENGINE_STATE)
+    saver.begin(progress(4), model, STATE)
     assert not saver.is_writing
     verify_checkpoint(run_dir.checkpoint(4), spec_with(), ranks)
     assert "1 ranks lack main memory for a snapshot" in capsys.readouterr().out
@@ -456,8 +456,8 @@ def test_each_piece_of_a_file_is_a_sign_of_life_while_the_step_waits(
     monkeypatch.setattr("os.fdatasync", lambda descriptor: calls.append("sync"))
     monkeypatch.setattr(tensor_files, "bring_to_disk", lambda path: calls.append(path.name))
     spec, tokenizer = spec_with(checkpoint={"background": False}), build_tokenizer("char", [], 0)
-    saver = CheckpointWriter(run_dir, spec, tokenizer, ranks, lambda: calls.append("beat"))
-    saver.begin(progress(4), model, {"weight": torch.ones(3 * chunk // 4)})
+    saver = CheckpointWriter(run_dir, spec, tokenizer, ranks, lambda: calls.append("beat"), 1)
+    saver.begin(progress(4), model, {"engine": {"weight": torch.ones(3 * chunk // 4)}})
     written = calls.index("rank-00000.safetensors")
     assert calls[:written].count("beat") >= 3
     assert calls[:written].count("sync") == 1
@@ -486,7 +486,7 @@ def test_a_file_system_that_takes_nothing_is_found(
     monkeypatch.setattr(background_save, "write_files", lambda *_: stuck.wait())
     spec = spec_with(supervise={"checkpoint_floor_s": 0.05})
     saver = writer(run_dir, ranks, spec)
-    saver.begin(progress(4), model, ENGINE_STATE)
+    saver.begin(progress(4), model, STATE)
     assert not saver.has_failed()
     time.sleep(0.1)
     with pytest.raises(FileSystemStalled, match=r"nothing of it was written for 0 s .*0\.05 s.* does not respond"):
@@ -503,11 +503,11 @@ def test_a_file_system_that_takes_nothing_is_found(
 def test_no_room_is_noticed_before_anything_is_written(
     run_dir: RunDir, ranks: Ranks, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = save_whole(writer(run_dir, ranks), progress(4), model, ENGINE_STATE)
+    first = save_whole(writer(run_dir, ranks), progress(4), model, STATE)
     before = content(first)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**6, 10**6, 1000))  # type: ignore[attr-defined]
     with pytest.raises(DiskFull, match=r"step 6: it needs about [12]\.\d MiB, .* has 1000 B free\. Older checkpoints"):
-        save_whole(writer(run_dir, ranks), progress(6), model, ENGINE_STATE)
+        save_whole(writer(run_dir, ranks), progress(6), model, STATE)
     assert content(first) == before
     assert [path.name for path in run_dir.checkpoints_dir.iterdir()] == ["step-000004"]
 
@@ -524,7 +524,7 @@ def test_room_is_needed_where_the_checkpoints_are(
 
     monkeypatch.setattr(shutil, "disk_usage", usage)
     with pytest.raises(DiskFull, match=r"run/checkpoints has 1000 B free"):
-        save_whole(writer(run_dir, ranks), progress(4), model, ENGINE_STATE)
+        save_whole(writer(run_dir, ranks), progress(4), model, STATE)
 
 
 WRITERS: dict[bool, tuple[Any, str]] = {False: (direct_save, "write_tensors"), True: (background_save, "write_files")}
@@ -537,7 +537,7 @@ def test_a_disk_that_fills_up_while_writing_leaves_older_checkpoints(
 ) -> None:
     spec = spec_with(checkpoint={"background": background})
     saver = writer(run_dir, ranks, spec)
-    first = save_whole(saver, progress(4), model, ENGINE_STATE)
+    first = save_whole(saver, progress(4), model, STATE)
     before = content(first)
 
     def hidden(*_: object, **__: object) -> None:
@@ -549,10 +549,10 @@ def test_a_disk_that_fills_up_while_writing_leaves_older_checkpoints(
     with monkeypatch.context() as patch:
         patch.setattr(*WRITERS[background], hidden)
         with pytest.raises(DiskFull, match="became full while checkpoint 6 was written"):
-            save_whole(saver, progress(6), model, ENGINE_STATE)
+            save_whole(saver, progress(6), model, STATE)
     assert content(first) == before
     assert [path.name for path in run_dir.checkpoints_dir.iterdir()] == ["step-000004"]
-    verify_checkpoint(save_whole(saver, progress(6), model, ENGINE_STATE), spec, ranks)
+    verify_checkpoint(save_whole(saver, progress(6), model, STATE), spec, ranks)
 
 
 @pytest.mark.parametrize("background", WRITERS)
@@ -565,7 +565,7 @@ def test_another_failure_to_write_is_not_called_a_full_disk(
     monkeypatch.setattr(*WRITERS[background], refuse)
     saver = writer(run_dir, ranks, spec_with(checkpoint={"background": background}))
     with pytest.raises(WorkerError, match="could not be written: rank 0: PermissionError") as caught:
-        save_whole(saver, progress(6), model, ENGINE_STATE)
+        save_whole(saver, progress(6), model, STATE)
     assert not isinstance(caught.value, DiskFull)
 
 
@@ -577,7 +577,7 @@ def test_a_really_full_disk(tmp_path: Path, ranks: Ranks, model: Any, monkeypatc
 
         def fill() -> None:
             for step in range(1, 100):
-                save_whole(saver, progress(step), model, ENGINE_STATE)
+                save_whole(saver, progress(step), model, STATE)
 
         with pytest.raises(DiskFull, match=r"became full while checkpoint .*(No space left on device|unexpected pos)"):
             fill()
@@ -593,7 +593,7 @@ def test_a_really_full_disk(tmp_path: Path, ranks: Ranks, model: Any, monkeypatc
 
 
 def test_every_file_that_is_verified_is_a_sign_of_life(run_dir: RunDir, ranks: Ranks, model: Any) -> None:
-    saved = save_whole(writer(run_dir, ranks), progress(4), model, ENGINE_STATE)
+    saved = save_whole(writer(run_dir, ranks), progress(4), model, STATE)
     manifest, reporter = saved.manifest(), Mock(wraps=ranks.reporter)
     assert manifest is not None
     verify_checkpoint(saved, spec_with(), dataclasses.replace(ranks, reporter=reporter))
@@ -654,7 +654,7 @@ def test_whatever_is_damaged_is_named_and_the_one_before_is_used(
     """Both ways: the placement names it (a new attempt), and it is the newest (a restart in place)."""
     saver = writer(run_dir, ranks)
     for step in (4, 6):
-        save_whole(saver, progress(step), model, ENGINE_STATE)
+        save_whole(saver, progress(step), model, STATE)
     damage, words = DAMAGE[how]
     damage(run_dir.checkpoint(6))
 
@@ -681,7 +681,7 @@ def test_whatever_is_damaged_is_named_and_the_one_before_is_used(
 def test_a_checkpoint_is_read_again_before_it_is_given_up(
     run_dir: RunDir, ranks: Ranks, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved = save_whole(writer(run_dir, ranks), progress(4), model, ENGINE_STATE)
+    saved = save_whole(writer(run_dir, ranks), progress(4), model, STATE)
     failures = [OSError(errno.EIO, "Input/output error")]
 
     def read(path: Path, beat: Any) -> Any:
@@ -756,7 +756,7 @@ def verified_by(
 def test_each_file_is_verified_by_one_rank(
     run_dir: RunDir, ranks: Ranks, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved = save_whole(writer(run_dir, ranks), progress(4), model, ENGINE_STATE)
+    saved = save_whole(writer(run_dir, ranks), progress(4), model, STATE)
     manifest = saved.manifest()
     assert manifest is not None
     names = sorted(Path(name).name for name in manifest.files)
@@ -790,7 +790,7 @@ def test_who_reads_the_model_alone_verifies_no_optimizer(
     run_dir: RunDir, ranks: Ranks, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The evaluator, and a loop that begins from another one's model: a damaged optimizer must not cost an attempt."""
-    saved = save_whole(writer(run_dir, ranks), progress(4), model, ENGINE_STATE)
+    saved = save_whole(writer(run_dir, ranks), progress(4), model, STATE)
     flip_last_bit(saved.trainer_state / "rank-00000.safetensors", 100)
     context = make_context(str(run_dir.root), tiny_spec(), 0, 1)
 
@@ -811,14 +811,14 @@ def test_a_restart_goes_on_after_the_checkpoint_that_the_attempt_began_from_was_
 ) -> None:
     saver = writer(run_dir, ranks, spec_with(sft={"num_steps": 0}, checkpoint={"keep_last": 1}))
     for step in (4, 30, 60, 90):  # more than a window of training's health apart, for which older ones are kept
-        save_whole(saver, progress(step), model, ENGINE_STATE)
+        save_whole(saver, progress(step), model, STATE)
     assert 4 not in [one.step for one in run_dir.checkpoints()]
     found = resume_point(make_context(str(run_dir.root), tiny_spec(), 0, 1, 1, resume_checkpoint="step-000004"))
     assert found == run_dir.checkpoint(90)
 
 
 def test_other_settings_are_named(run_dir: RunDir, ranks: Ranks, model: Any) -> None:
-    saved = save_whole(writer(run_dir, ranks), progress(4), model, ENGINE_STATE)
+    saved = save_whole(writer(run_dir, ranks), progress(4), model, STATE)
     changed = spec_with(seed=4, train={"learning_rate": 0.5})
     with pytest.raises(ResumeMismatch, match=r"optimizer\.learning_rate was 0\.003 and is 0\.5; seed was 3"):
         verify_checkpoint(saved, changed, ranks)
@@ -855,7 +855,7 @@ def with_settings(saved: CheckpointDir, part: dict[str, Any]) -> None:
 def test_a_checkpoint_of_0_1_is_gone_on_from_under_the_same_settings_only(
     run_dir: RunDir, ranks: Ranks, model: Any
 ) -> None:
-    saved = save_whole(writer(run_dir, ranks), progress(4), model, ENGINE_STATE)
+    saved = save_whole(writer(run_dir, ranks), progress(4), model, STATE)
     as_of_0_1(saved)
     verify_checkpoint(saved, spec_with(), ranks)
     assert spec_hash(spec_with()) not in saved.complete.read_text(), "the hash alone would refuse it"
@@ -878,7 +878,7 @@ def test_a_setting_that_came_later_has_its_default_whatever_is_not_saved(
 ) -> None:
     """The number of nodes is not, and neither is the scorer, of which the default needs answers."""
     spec = spec_with(**changes)
-    saved = save_whole(writer(run_dir, ranks, spec), progress(4), model, ENGINE_STATE)
+    saved = save_whole(writer(run_dir, ranks, spec), progress(4), model, STATE)
     part = training_part(spec)
     del part["reward"]["models"]
     with_settings(saved, part)
@@ -891,7 +891,7 @@ def test_another_number_of_ranks_takes_all_shares_and_forgets_what_single_ranks_
     run_dir: RunDir, ranks: Ranks, model: Any
 ) -> None:
     health = HealthState(fingerprints=(1.0, 2.0), same_ranks=Repetition(ranks=(0, 1)), num_steps=4)
-    saved = save_whole(writer(run_dir, ranks), progress(4).model_copy(update={"health": health}), model, ENGINE_STATE)
+    saved = save_whole(writer(run_dir, ranks), progress(4).model_copy(update={"health": health}), model, STATE)
     assert load_trainer_state(saved, ranks).progress.health == health
     manifest = saved.manifest()
     assert manifest is not None
@@ -910,7 +910,7 @@ def test_another_number_of_ranks_takes_all_shares_and_forgets_what_single_ranks_
 
 def test_a_loaded_state_keeps_no_file_mapped(run_dir: RunDir, ranks: Ranks, model: Any) -> None:
     """A mapped file takes its disk or memory until the process ends, even once the checkpoint is removed."""
-    saved = save_whole(writer(run_dir, ranks), progress(4), model, ENGINE_STATE)
+    saved = save_whole(writer(run_dir, ranks), progress(4), model, STATE)
     state = load_trainer_state(saved, ranks)
     share = next(iter(state.engine))  # an engine stops reading once it has everything
     assert str(saved.trainer_state) in Path("/proc/self/maps").read_text(), "tensors are mapped while they are used"
@@ -922,7 +922,7 @@ def test_a_loaded_state_keeps_no_file_mapped(run_dir: RunDir, ranks: Ranks, mode
 
 def test_a_state_file_cannot_run_code(run_dir: RunDir, ranks: Ranks, model: Any) -> None:
     """One of an earlier version, either: those were pickled."""
-    saved = save_whole(writer(run_dir, ranks), progress(4), model, ENGINE_STATE)
+    saved = save_whole(writer(run_dir, ranks), progress(4), model, STATE)
     state = saved.trainer_state / "rank-00000.safetensors"
     state.unlink()
     torch.save({"progress": progress(4).model_dump(), "engine": Path("x")}, state.with_suffix(".pt"))
@@ -1010,7 +1010,7 @@ def test_where_a_start_goes_on_from(run_dir: RunDir, ranks: Ranks, model: Any) -
     assert point(0, "") is None
     assert point(3, "") is None
     for step in (2, 4, 6):
-        save_whole(saver, progress(step), model, ENGINE_STATE)
+        save_whole(saver, progress(step), model, STATE)
     shutil.rmtree(run_dir.checkpoint(6).root)
     assert point(0, "") is None  # the control plane says where an attempt begins
     assert point(1, "") == 4

@@ -186,7 +186,7 @@ def every_zero_stage(ranks: Any, folder: Path, part: slice) -> dict[str, dict[st
             for loss in losses(engine, step, part, micro_batch_size):
                 engine.backward(loss)
             norms.append(engine.step(learning_rate(step, spec, STEPS)))
-            shares.append(engine.changed_share(policy))
+            shares.append(engine.changed_share())
             if step == STEPS - 1:
                 torch.save(engine.state(), folder / f"share-{name}-{ranks.num_ranks}-{ranks.rank}.pt")
                 earlier = [{key: value.clone() for key, value in part.items()} for part in gathered_weights(policy)]

@@ -77,7 +77,7 @@ def test_parts_of_ranks_that_have_moved_are_removed_at_the_first_save(tmp_path: 
         (tmp_path / name).touch()
     kept = kept_ranks(["a", "a", "b", "c"], "b")
     assert kept == {"": [2], "peer": [0, 1]}
-    copy = MemoryCopy(tmp_path, 2, 1, kept)
+    copy = MemoryCopy(tmp_path, 2, kept)
     expected = {
         *(f"{kind}-00002.x" for kind in KINDS),
         *(f"peer/{kind}-{rank:05d}.x" for kind in KINDS for rank in (0, 1)),

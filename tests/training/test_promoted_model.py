@@ -76,7 +76,7 @@ def promoted(run_dir: RunDir, ranks: Ranks, target: Path) -> Any:
     spec = RunSpec.model_validate(tiny_spec())
     tokenizer = build_tokenizer("char", [], 0)
     model = build_causal_lm(tiny_spec()["model"]["config"], tokenizer, 0)
-    writer = CheckpointWriter(run_dir, spec, tokenizer, ranks, lambda: None)
+    writer = CheckpointWriter(run_dir, spec, tokenizer, ranks, lambda: None, 1)
     saved = writer.begin(Progress(step=4, loop="grpo", loop_finished=True, position=32), model, {})
     writer.finish()
     provenance = origin(run_dir.run_id, spec)

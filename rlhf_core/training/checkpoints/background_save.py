@@ -156,7 +156,7 @@ class BackgroundSave:
     def _write(self) -> dict[str, FileChecksum]:
         files = checksums_of(self._content, self._advance)  # in memory, so that reading reveals what the disk corrupts
         self._keep(files)
-        write_files(self._part.partial.root, self._content, self._advance)
+        write_files(self._part.checkpoint.partial.root, self._content, self._advance)
         return files
 
     def _advance(self) -> None:
@@ -179,7 +179,7 @@ class BackgroundSave:
 
     def _publish_or_remove(self) -> Report:
         """Publish the checkpoint once all ranks have written their files, on rank 0; if one could not, remove it."""
-        store, part = self._ranks.store, self._part
+        store = self._ranks.store
         names = [f"{self._topic}/{rank}" for rank in range(self._ranks.num_ranks)]
         verdict = combined([Report.model_validate_json(awaited(store, name, self._timeout_s)) for name in names])
         for name in names:
@@ -188,12 +188,12 @@ class BackgroundSave:
             verdict = combined([reported(lambda: self._publish(verdict.files))])
         if verdict.problem:
             with contextlib.suppress(OSError):
-                remove_tree(part.partial.root)
+                remove_tree(self._part.checkpoint.partial.root)
         return verdict
 
     def _publish(self, files: dict[str, FileChecksum]) -> dict[str, FileChecksum]:
-        part = self._part
-        self._publication.publish(part.partial, part.final, self._publication.manifest(part.progress, files))
+        manifest = self._publication.manifest(self._part.progress, files)
+        self._publication.publish(self._part.checkpoint, manifest)
         return files
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from rlhf_core.files.reading import bring_to_disk
 from rlhf_core.files.whole import comes_from_full_disk, remove_tree
@@ -19,7 +20,7 @@ from rlhf_core.training.checkpoints.soundness import settings_file
 from rlhf_core.training.checkpoints.state import state_file
 from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.models.adapters import has_adapter, save_adapter
-from rlhf_core.training.models.gathering import is_split, save_model
+from rlhf_core.training.models.gathering import is_split, save_model, save_weights
 from rlhf_core.training.models.tensor_files import flattened, write_tensors
 
 Result = TypeVar("Result")
@@ -54,34 +55,29 @@ class DirectSave:
         Raises:
             DiskFull, WorkerError: a rank could not write; raised by every rank.
         """
-        partial = part.partial
-        self._together(partial, lambda: self._make_folders(partial))
-        written = self._together(partial, lambda: self._write_state(part))
+        written = self._together(part, lambda: self._write_state(part))
         # No rank starts gathering weights before it knows that all of them will.
-        written += self._together(partial, lambda: self._write_model(part))
+        written += self._together(part, lambda: self._write_model(part))
         if part.critic is not None:
-            written += self._together(partial, lambda: self._write_critic(part))
-        checksums = self._together(partial, lambda: self._checksums(partial, written))
+            written += self._together(part, lambda: self._write_critic(part))
+        checksums = self._together(part, lambda: self._checksums(part, written))
         parts = self._ranks.gather({name: found.model_dump() for name, found in checksums.items()})
         files = {name: FileChecksum.model_validate(found) for one in parts for name, found in one.items()}
         manifest = self._publication.manifest(part.progress, files)
-        self._together(partial, lambda: self._publish(part, manifest))
+        self._together(part, lambda: self._publish(part, manifest))
 
     def _publish(self, part: CheckpointPart, manifest: CheckpointManifest) -> None:
         if self._ranks.is_first:
-            self._publication.publish(part.partial, part.final, manifest)
-
-    def _make_folders(self, partial: CheckpointDir) -> None:
-        if self._ranks.is_first:
-            partial.trainer_state.mkdir(parents=True)
+            self._publication.publish(part.checkpoint, manifest)
 
     def _write_state(self, part: CheckpointPart) -> list[Path]:
-        path = state_file(part.partial, self._ranks.rank)
+        path = state_file(part.checkpoint.partial, self._ranks.rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_tensors(path, *flattened(part.state), self._beat)
         return [path]
 
     def _write_model(self, part: CheckpointPart) -> list[Path]:
-        model, folder = part.model, part.partial.model
+        model, folder = part.model, part.checkpoint.partial.model
         if has_adapter(model):
             with self._ranks.collective():
                 save_adapter(model, folder, self._base, self._ranks.is_first, self._beat)
@@ -93,29 +89,31 @@ class DirectSave:
         if not self._ranks.is_first:
             return []
         self._beat()
-        settings = settings_file(part.partial)
+        settings = settings_file(part.checkpoint.partial)
         settings.write_bytes(self._publication.settings())
         self._tokenizer.save_pretrained(folder)
         return [settings, *(path for path in sorted(folder.rglob("*")) if path.is_file())]
 
     def _write_critic(self, part: CheckpointPart) -> list[Path]:
         assert part.critic is not None
+        path = part.checkpoint.partial.critic / SAFE_WEIGHTS_NAME
         with self._ranks.collective():
-            return part.critic.save(part.partial.critic, self._ranks.is_first, self._beat)
+            save_weights(part.critic, path, self._ranks.is_first, self._beat)
+        return [path] if self._ranks.is_first else []
 
-    def _checksums(self, partial: CheckpointDir, written: Sequence[Path]) -> dict[str, FileChecksum]:
+    def _checksums(self, part: CheckpointPart, written: Sequence[Path]) -> dict[str, FileChecksum]:
         checksums = {}
         for path in written:
             bring_to_disk(path)
-            checksums[path.relative_to(partial.root).as_posix()] = checksum(path, self._beat)
+            checksums[path.relative_to(part.checkpoint.partial.root).as_posix()] = checksum(path, self._beat)
         return checksums
 
-    def _together(self, partial: CheckpointDir, work: Callable[[], Result]) -> Result:
-        return together(self._ranks, self._publication, partial, work)
+    def _together(self, part: CheckpointPart, work: Callable[[], Result]) -> Result:
+        return together(self._ranks, self._publication, part.checkpoint, work)
 
 
 def together(
-    ranks: Ranks, publication: CheckpointPublication, partial: CheckpointDir, work: Callable[[], Result]
+    ranks: Ranks, publication: CheckpointPublication, checkpoint: CheckpointDir, work: Callable[[], Result]
 ) -> Result:
     """Do this rank's share of the work and agree with the others on the outcome. Collective.
 
@@ -129,6 +127,6 @@ def together(
         return result
     reports = ranks.gather(outcome.problem)
     if ranks.is_first:
-        remove_tree(partial.root)
+        remove_tree(checkpoint.partial.root)
     problems = "; ".join(f"rank {rank}: {report}" for rank, report in enumerate(reports) if report)
-    raise publication.failure(partial.step, problems, disk_full=bool(full)) from outcome.error
+    raise publication.failure(checkpoint.step, problems, disk_full=bool(full)) from outcome.error

@@ -1,10 +1,9 @@
 """Common parts of all ways of saving a checkpoint: one rank's content, publication, errors."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -21,54 +20,38 @@ from rlhf_core.training.checkpoints.soundness import spec_hash, training_part
 from rlhf_core.training.checkpoints.state import Progress
 
 
-class SavedModel(Protocol):
-    """A model trained alongside the policy, with its own engine."""
-
-    @property
-    def model(self) -> nn.Module:
-        """The model itself."""
-
-    def save(self, folder: Path, is_first: bool, beat: Callable[[], None]) -> list[Path]:
-        """Write the weights on rank 0; returns the files it wrote. Collective."""
-
-    def state(self) -> dict[str, Any]:
-        """``Engine.state`` of this rank."""
-
-
 @dataclass(frozen=True)
 class CheckpointPart:
     """Content that this rank contributes to one checkpoint."""
 
     progress: Progress
-    partial: CheckpointDir
-    """Folder of the checkpoint until it is complete."""
-    final: CheckpointDir
+    checkpoint: CheckpointDir
     model: PreTrainedModel
-    critic: SavedModel | None
+    critic: nn.Module | None
+    """Value model that is trained beside the policy."""
     state: dict[str, Any]
     """Of this rank."""
 
     @property
     def weights(self) -> dict[str, nn.Module]:
         """Models by their folder."""
-        critic = {} if self.critic is None else {self.partial.critic.name: self.critic.model}
-        return {self.partial.model.name: self.model, **critic}
+        critic = {} if self.critic is None else {self.checkpoint.critic.name: self.critic}
+        return {self.checkpoint.model.name: self.model, **critic}
 
 
 class CheckpointPublication:
     """Publishes checkpoints whose files are all on disk, and removes those that need not be kept; on rank 0."""
 
-    def __init__(self, run_dir: RunDir, spec: RunSpec, num_ranks: int, is_superseded: Callable[[], bool]) -> None:
-        """Create the publication of a run.
+    def __init__(self, run_dir: RunDir, spec: RunSpec, num_ranks: int, attempt: int) -> None:
+        """Create the publication of an attempt.
 
         Args:
             num_ranks: number of ranks that write.
-            is_superseded: whether a newer attempt of the run has begun, which writes its own checkpoints.
         """
         self._run_dir = run_dir
         self._spec = spec
         self._num_ranks = num_ranks
-        self._is_superseded = is_superseded
+        self._attempt = attempt
 
     def settings(self) -> bytes:
         """Content of the file with the settings of the checkpoint."""
@@ -87,20 +70,21 @@ class CheckpointPublication:
             best=progress.best,
         )
 
-    def publish(self, partial: CheckpointDir, final: CheckpointDir, manifest: CheckpointManifest) -> None:
+    def publish(self, checkpoint: CheckpointDir, manifest: CheckpointManifest) -> None:
         """Publish a checkpoint, on rank 0, once all of its files are on disk.
 
         Raises:
             WorkerError: a newer attempt of the run has begun.
             OSError: the file system failed.
         """
-        if self._is_superseded():
+        if self._run_dir.is_superseded(self._attempt):
             # This node was frozen and has resumed: a checkpoint of the same step may exist, and that one is kept.
             raise WorkerError(f"a newer attempt has begun: checkpoint {manifest.step} of this one is not published")
+        partial = checkpoint.partial
         for folder in (partial.trainer_state, partial.model, partial.critic):
             if folder.is_dir():
                 bring_to_disk(folder)
-        partial.put_in_place(final, manifest)
+        checkpoint.put_in_place(manifest)
         best = {manifest.best.step} if manifest.best is not None else set()
         self._run_dir.keep_checkpoints(lambda steps: kept_steps(steps, manifest.step, self._spec) | best)
 

@@ -21,9 +21,10 @@ import functools
 import secrets
 import shutil
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.errors import DiskFull, FileSystemStalled
@@ -37,7 +38,7 @@ from rlhf_core.training.checkpoints.direct_save import DirectSave
 from rlhf_core.training.checkpoints.host_buffers import HostBuffers
 from rlhf_core.training.checkpoints.memory.copies import MemoryCopy, MemoryPart
 from rlhf_core.training.checkpoints.memory.peer_copies import PeerCopies
-from rlhf_core.training.checkpoints.saving import CheckpointPart, CheckpointPublication, SavedModel
+from rlhf_core.training.checkpoints.saving import CheckpointPart, CheckpointPublication
 from rlhf_core.training.checkpoints.snapshot import Snapshot, can_be_snapshot, model_texts, tokenizer_texts
 from rlhf_core.training.checkpoints.soundness import initial_folder, settings_file
 from rlhf_core.training.checkpoints.state import Progress, random_state, state_file
@@ -63,7 +64,7 @@ class CheckpointWriter:
         tokenizer: PreTrainedTokenizerBase,
         ranks: Ranks,
         beat: Callable[[], None],
-        is_superseded: Callable[[], bool] = lambda: False,
+        attempt: int,
         memory: MemoryCopy | None = None,
         peer: PeerCopies | None = None,
     ) -> None:
@@ -71,17 +72,18 @@ class CheckpointWriter:
 
         Args:
             beat: called on progress while the step waits.
-            is_superseded: whether a newer attempt of the run has begun, which writes its own checkpoints.
+            attempt: attempt of the run that writes; one that a newer attempt has superseded publishes nothing.
             memory: storage in which the snapshot outlives this process; None if it need not.
             peer: copies the snapshot to another node; None if not needed.
         """
-        self._publication = CheckpointPublication(run_dir, spec, ranks.num_ranks, is_superseded)
+        self._publication = CheckpointPublication(run_dir, spec, ranks.num_ranks, attempt)
         self._direct = DirectSave(ranks, tokenizer, self._publication, beat, initial_folder(spec, run_dir))
         self._run_dir = run_dir
         self._spec = spec
         self._tokenizer = tokenizer
         self._ranks = ranks
         self._beat = beat
+        self._attempt = attempt
         self._memory = memory
         self._peer = peer
         self._hosts = ranks.gather(socket.gethostname())
@@ -100,9 +102,8 @@ class CheckpointWriter:
         self,
         progress: Progress,
         model: PreTrainedModel,
-        engine_state: dict[str, Any],
-        critic: SavedModel | None = None,
-        in_flight: Sequence[dict[str, Any]] = (),
+        state: Mapping[str, Any],
+        critic: nn.Module | None = None,
     ) -> CheckpointDir:
         """Take a snapshot and write it in the background; first wait for the previous checkpoint.
 
@@ -111,9 +112,9 @@ class CheckpointWriter:
         Args:
             progress: progress of training.
             model: the model, whose weights rank 0 writes, gathered from all ranks if they are split.
-            engine_state: ``Engine.state`` of this rank.
-            critic: a value model trained alongside the policy.
-            in_flight: completions of this rank for steps that have not run yet (``trainers/in_flight.py``).
+            state: of this rank: its ``Engine.state`` as ``engine``, that of a value model as ``critic``, and its
+                completions for steps that have not run yet as ``in_flight`` (``trainers/in_flight.py``).
+            critic: the value model, likewise.
 
         Returns:
             The folder that the checkpoint will have once complete.
@@ -125,15 +126,9 @@ class CheckpointWriter:
                 by every rank.
         """
         self.finish()
-        final = self._run_dir.checkpoint(progress.step)
-        partial = CheckpointDir(final.root.with_name(f".{final.root.name}.partial"), progress.step)
-        state: dict[str, Any] = {"progress": progress.model_dump(mode="json"), "engine": engine_state}
-        state["random"] = random_state(self._ranks.device)
-        if critic is not None:
-            state["critic"] = critic.state()
-        if in_flight:
-            state["in_flight"] = list(in_flight)
-        part = CheckpointPart(progress, partial, final, model, critic, state)
+        checkpoint = self._run_dir.checkpoint(progress.step)
+        own = {"progress": progress.model_dump(mode="json"), "random": random_state(self._ranks.device)}
+        part = CheckpointPart(progress, checkpoint, model, critic, {**own, **state})
         if self._ranks.is_first:
             self._remove_leftovers()
         snapshot = self._snapshot(part)
@@ -141,7 +136,7 @@ class CheckpointWriter:
             self._write_in_background(part, snapshot)
         else:
             self._direct.write(part)
-        return final
+        return checkpoint
 
     def finish(self) -> None:
         """Wait for the checkpoint in progress, if any.
@@ -217,7 +212,7 @@ class CheckpointWriter:
             self._memory.invalidate()
         if not self._is_in_background(part.model):
             return None
-        name = state_file(part.partial, self._ranks.rank).relative_to(part.partial.root).as_posix()
+        name = state_file(part.checkpoint, self._ranks.rank).relative_to(part.checkpoint.root).as_posix()
         snapshot = Snapshot(self._ranks, name, part.state, part.weights, self._buffers.sizes)
         return snapshot if self._reserve(snapshot.sizes) else None
 
@@ -278,10 +273,10 @@ class CheckpointWriter:
         )
 
     def _small_files(self, part: CheckpointPart) -> dict[str, bytes]:
-        partial, folder = part.partial, part.partial.model.name
+        checkpoint, folder = part.checkpoint, part.checkpoint.model.name
         if not self._texts:  # built once: some are large, and they do not change
             self._texts = {f"{folder}/{name}": text for name, text in tokenizer_texts(self._tokenizer).items()}
-            settings = settings_file(partial).relative_to(partial.root).as_posix()
+            settings = settings_file(checkpoint).relative_to(checkpoint.root).as_posix()
             self._texts[settings] = self._publication.settings()
         return self._texts | {f"{folder}/{name}": text for name, text in model_texts(part.model).items()}
 
@@ -291,14 +286,14 @@ class CheckpointWriter:
             return
         own = MemoryPart(
             save=f"{self._topic} {part.progress.step}",
-            attempt=self._memory.attempt,
+            attempt=self._attempt,
             rank=self._ranks.rank,
             manifest=self._publication.manifest(part.progress, files),
         )
         try:
             self._memory.keep(own, content)
         except OSError as error:
-            self._ranks.log(f"no copy of {part.final.root.name} in memory: {error}")
+            self._ranks.log(f"no copy of {part.checkpoint.root.name} in memory: {error}")
         if self._peer is not None:
             self._peer.begin(own, content)
 

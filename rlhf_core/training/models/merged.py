@@ -39,10 +39,10 @@ def write_merged(
         WorkerError: it could not be written for another reason; likewise.
     """
     final = run_dir.merged(checkpoint.step)
-    partial = CheckpointDir(final.root.with_name(f".{final.root.name}.partial"), checkpoint.step)
+    partial = final.partial
     remove_tree(partial.root)
     try:
-        partial.put_in_place(final, _written(partial, checkpoint, model, tokenizer, beat))
+        final.put_in_place(_written(partial, checkpoint, model, tokenizer, beat))
     except Exception as error:  # safetensors and tokenizers have their own
         remove_tree(partial.root)
         if comes_from_full_disk(error):

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.diagnosis.health.judge import Judge
@@ -22,7 +21,6 @@ from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.loops import LoopSpec
 from rlhf_core.schemas.reports import MetricsLine, Phase, SampleLine, TrainerWarning
 from rlhf_core.schemas.run import RunSpec
-from rlhf_core.training.checkpoints.saving import SavedModel
 from rlhf_core.training.checkpoints.state import Progress
 from rlhf_core.training.data.batches import SequenceBatch, collate
 from rlhf_core.training.data.loading import DataReport, EncodedPrompts
@@ -240,10 +238,10 @@ class TrainingContext:
         step.num_tokens += num_tokens if self.ranks.is_first_of_replica else 0
         step.metrics.shared("train/learning_rate", rate)
 
-    def measure_updates(self, step: TrainingStep, engine: Engine, policy: nn.Module) -> None:
+    def measure_updates(self, step: TrainingStep, engine: Engine) -> None:
         """Add the metrics of all updates of a step; the gradient norm is the mean over them."""
         step.metrics.shared("train/grad_norm", sum(step.grad_norms) / len(step.grad_norms))
-        step.metrics.mean("train/changed_share", engine.changed_share(policy), 1)  # of the tensors that each rank holds
+        step.metrics.mean("train/changed_share", engine.changed_share(), 1)  # of the tensors that each rank holds
         step.metrics.total("train/num_tokens", step.num_tokens)
 
     def end_step(
@@ -252,13 +250,13 @@ class TrainingContext:
         loop: Loop,
         model: PreTrainedModel,
         engine: Engine,
-        critic: SavedModel | None = None,
+        critic: Engine | None = None,
         ahead: SampledAhead | None = None,
     ) -> bool:
         """Evaluate if due, reduce and write the metrics, and save if due or requested.
 
         Args:
-            critic: a model trained alongside the policy, saved with it.
+            critic: the engine of a value model, saved with the policy.
             ahead: completions already sampled for later steps, also saved.
 
         Returns:

@@ -79,7 +79,7 @@ class Engine:
             beat: called after each parameter that is split.
         """
         self._ranks = ranks
-        self._policy = policy
+        self.model = policy
         self._spec = spec
         trainer = trainer or NativeTrainer()
         self._stage = trainer.zero_stage
@@ -141,14 +141,14 @@ class Engine:
 
     def _clip(self) -> float:
         """Clip in stage 0, where DeepSpeed clips without reporting the norm."""
-        return float(nn.utils.clip_grad_norm_(self._policy.parameters(), self._spec.max_grad_norm))
+        return float(nn.utils.clip_grad_norm_(self.model.parameters(), self._spec.max_grad_norm))
 
-    def changed_share(self, policy: nn.Module) -> float:
+    def changed_share(self) -> float:
         """Share of the trained tensors that changed since the last call, judged by a few entries of each.
 
         A tensor that no input used may stay unchanged; if none changes, nothing is learned.
         """
-        sample = _sample_of(policy)
+        sample = _sample_of(self.model)
         changed = (sample != self._sample).any(-1).double().mean()
         self._sample = sample
         return float(changed)
@@ -199,9 +199,9 @@ class Engine:
         self._engine.destroy()
         self._engine.optimizer = None  # frees its memory at once, and a second destroy() finds nothing
         self._pieces = ()
-        if keep and is_split(self._policy):
+        if keep and is_split(self.model):
             with self._ranks.collective():
-                unsplit(self._policy)
+                unsplit(self.model)
 
 
 def split_frozen(

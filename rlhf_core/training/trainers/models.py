@@ -139,7 +139,7 @@ class RunModels:
         optimizer = critic_optimizer(loop.spec.optimizer, algorithm)
         engine = Engine(model, optimizer, spec.model.dtype, self._ranks, spec.native_trainer, self.beat)
         model.try_passes()
-        return Critic(model, engine, loop, algorithm)
+        return Critic(engine, loop, algorithm)
 
     def _causal_lm(self, folder: Path, base: Path | None = None) -> PreTrainedModel:
         model = load_causal_lm(folder, self._spec.model.dtype, base, self.beat)

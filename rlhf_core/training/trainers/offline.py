@@ -51,7 +51,7 @@ def train(
                     totals.add(stats)
                     of_sources.add([rows[index] for index in part], output, batch, sums)
             training.apply(step, loop, engine, sum(example.num_tokens for example in examples))
-            training.measure_updates(step, engine, policy)
+            training.measure_updates(step, engine)
 
         step.add(objective.metrics, totals)
         of_sources.write(step.metrics, rows)

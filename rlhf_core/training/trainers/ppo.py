@@ -3,7 +3,7 @@
 It has its own engine and optimizer, and is saved with every checkpoint.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from rlhf_core.schemas.algorithms.policy_gradient import PpoSpec
 from rlhf_core.schemas.loops import OptimizerSpec
@@ -22,13 +23,9 @@ from rlhf_core.training.data.batches import SequenceBatch
 from rlhf_core.training.distributed import SequenceGroup
 from rlhf_core.training.models.adapters import add_adapter
 from rlhf_core.training.models.causal_lm import in_evaluation_mode
-from rlhf_core.training.models.gathering import save_weights
 from rlhf_core.training.models.packing import can_pack, hidden_of_targets, require_shared_rows, values_of_targets
 from rlhf_core.training.trainers.context import Loop
 from rlhf_core.training.trainers.engine import Engine, learning_rate
-
-WEIGHTS = "model.safetensors"
-"""Weights file in the folder of a saved value model."""
 
 
 class ValueModel(nn.Module):
@@ -81,13 +78,8 @@ class ValueModel(nn.Module):
 class Critic:
     """A value model with its optimizer and its update steps."""
 
-    def __init__(self, model: ValueModel, engine: Engine, loop: Loop, algorithm: PpoSpec) -> None:
-        """Combine model and engine.
-
-        Args:
-            engine: created from ``model`` and :func:`critic_optimizer`.
-        """
-        self.model = model
+    def __init__(self, engine: Engine, loop: Loop, algorithm: PpoSpec) -> None:
+        """Take over an engine of a :class:`ValueModel` and :func:`critic_optimizer`."""
         self.engine = engine
         self._loop = loop
         self._algorithm = algorithm
@@ -123,15 +115,6 @@ class Critic:
         step = number - self._loop.first_step + 1
         return self.engine.step(learning_rate(step, self._spec, self._loop.spec.num_steps))
 
-    def save(self, folder: Path, is_first: bool, beat: Callable[[], None]) -> list[Path]:
-        """Write the weights on rank 0; returns the files it wrote. Collective."""
-        save_weights(self.model, folder / WEIGHTS, is_first, beat)
-        return [folder / WEIGHTS] if is_first else []
-
-    def state(self) -> dict[str, Any]:
-        """Optimizer state of this rank (``Engine.state``)."""
-        return self.engine.state()
-
 
 def critic_optimizer(optimizer: OptimizerSpec, algorithm: PpoSpec) -> OptimizerSpec:
     """Optimizer settings of the value model: the policy's, with a separate learning rate if one is set."""
@@ -151,7 +134,7 @@ def load_value_model(
     Args:
         causal_lm: language model of the same architecture, which is taken over; with an adapter, the model that the
             loop began with.
-        saved: folder written by :meth:`Critic.save`, if any.
+        saved: folder of the value model in a checkpoint, if any.
         lora: adapter of the layers, if any; the head is trained in full.
         seed: seed of the adapter's initial weights.
         sequence: ranks that share the tokens of each pass.
@@ -160,7 +143,7 @@ def load_value_model(
     if lora is not None:
         add_adapter(model.layers, lora, seed)
     if saved is not None:
-        weights = load_file(saved / WEIGHTS, device=str(causal_lm.device))
+        weights = load_file(saved / SAFE_WEIGHTS_NAME, device=str(causal_lm.device))
         expected = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         model.load_state_dict(weights, strict=lora is None or weights.keys() != expected)
     return model

@@ -10,7 +10,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.training.checkpoints.memory.copies import MemoryCopy
 from rlhf_core.training.checkpoints.memory.peer_copies import kept_ranks, peer_copies
-from rlhf_core.training.checkpoints.saving import SavedModel
 from rlhf_core.training.checkpoints.state import Progress
 from rlhf_core.training.checkpoints.writer import CheckpointWriter
 from rlhf_core.training.distributed import Ranks
@@ -49,7 +48,7 @@ class Saving:
             tokenizer,
             ranks,
             lambda: beat(Phase.CHECKPOINT),
-            lambda: context.run_dir.is_superseded(context.attempt),
+            context.attempt,
             memory=_memory_of(context, ranks),
             peer=peer_copies(context, ranks),
         )
@@ -83,7 +82,7 @@ class Saving:
         progress: Progress,
         model: PreTrainedModel,
         engine: Engine,
-        critic: SavedModel | None,
+        critic: Engine | None,
         in_flight: Callable[[bool], list[dict[str, Any]]] | None,
         *,
         is_last: bool,
@@ -91,6 +90,7 @@ class Saving:
         """Begin a checkpoint.
 
         Args:
+            critic: the engine of a value model.
             in_flight: returns this rank's completions for the next step, after waiting for them unless ``is_last``.
             is_last: the checkpoint must be complete before the caller continues.
 
@@ -103,7 +103,12 @@ class Saving:
         sampled = in_flight(is_last) if in_flight else []
         self._beat(Phase.CHECKPOINT)
         self._sync_files()
-        saved = self.writer.begin(progress, model, engine.state(), critic, sampled)
+        state: dict[str, Any] = {"engine": engine.state()}
+        if critic is not None:
+            state["critic"] = critic.state()
+        if sampled:
+            state["in_flight"] = sampled
+        saved = self.writer.begin(progress, model, state, critic.model if critic is not None else None)
         self._blocked_s = time.monotonic() - started - self._wait_s
         if is_last:
             self.writer.finish()
@@ -121,4 +126,4 @@ def _memory_of(context: WorkerContext, ranks: Ranks) -> MemoryCopy | None:
         return None
     is_first_here = nodes.index(context.node) == ranks.rank
     kept = kept_ranks(nodes, context.node) if is_first_here else None
-    return MemoryCopy(context.memory, ranks.rank, context.attempt, kept)
+    return MemoryCopy(context.memory, ranks.rank, kept)

@@ -99,7 +99,7 @@ class PolicyUpdates:
                 self._training.apply(self._step, self._loop, self._engine, own_tokens)
         if self._critic is not None:
             self._update_critic(self._critic, counts, sums, advantages)
-        self._training.measure_updates(self._step, self._engine, self._policy)
+        self._training.measure_updates(self._step, self._engine)
         return advantages
 
     def _needed_before(self) -> list[int]:

@@ -258,7 +258,7 @@ def publish(context: WorkerContext, trainer: CommandTrainer, output_dir: Path, f
     """
     run_dir = context.run_dir
     final = run_dir.checkpoint(found.step)
-    partial = CheckpointDir(final.root.with_name(f".{final.root.name}.partial"), found.step)
+    partial = final.partial
     remove_tree(partial.root)
     name = found.path.relative_to(output_dir).as_posix()
     try:
@@ -284,7 +284,7 @@ def publish(context: WorkerContext, trainer: CommandTrainer, output_dir: Path, f
             files=files,
             time=utc_now(),
         )
-        partial.put_in_place(final, manifest)
+        final.put_in_place(manifest)
     except BaseException:
         with contextlib.suppress(OSError):
             remove_tree(partial.root)

@@ -45,16 +45,13 @@ class MemoryPart(Schema):
 class MemoryCopy:
     """In-memory copy of one rank's part, on its node."""
 
-    def __init__(
-        self, folder: Path, rank: int, attempt: int, kept: Mapping[str, Collection[int]] | None = None
-    ) -> None:
+    def __init__(self, folder: Path, rank: int, kept: Mapping[str, Collection[int]] | None = None) -> None:
         """Write nothing yet.
 
         Args:
             kept: ranks whose parts this node keeps, by folder, if this rank is to remove those of others.
         """
         self.folder = folder
-        self.attempt = attempt
         self._part = _part_file(folder, rank)
         self._kept = kept or {}
 

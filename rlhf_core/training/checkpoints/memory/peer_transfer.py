@@ -147,7 +147,7 @@ class PartReceiver:
             OSError: the connection broke or stalled.
         """
         connection.settimeout(STALL_S)
-        copy = MemoryCopy(self._folder, part.rank, part.attempt)
+        copy = MemoryCopy(self._folder, part.rank)
         copy.invalidate()
         for name in part.manifest.files:
             (self._folder / name).unlink(missing_ok=True)

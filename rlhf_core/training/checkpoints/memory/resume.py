@@ -109,24 +109,21 @@ def _bring_to_disk(
     context: WorkerContext, ranks: Ranks, found: MemoryCheckpoint, source: CheckpointDir, beat: Callable[[], None]
 ) -> None:
     """Finish an interrupted save: every rank writes the files that the same rank number wrote."""
-    final = context.run_dir.checkpoint(source.step)
-    partial = CheckpointDir(final.root.with_name(f".{final.root.name}.partial"), source.step)
-    publication = CheckpointPublication(
-        context.run_dir, context.spec, ranks.num_ranks, lambda: context.run_dir.is_superseded(context.attempt)
-    )
+    checkpoint = context.run_dir.checkpoint(source.step)
+    publication = CheckpointPublication(context.run_dir, context.spec, ranks.num_ranks, context.attempt)
 
     def write_own() -> None:
         for name in found.parts[ranks.rank].manifest.files:
             with _mapped(source, name) as data:
-                write_files(partial.root, {name: data}, beat)
+                write_files(checkpoint.partial.root, {name: data}, beat)
 
     def publish() -> None:
         if ranks.is_first:
-            publication.publish(partial, final, found.manifest)
+            publication.publish(checkpoint, found.manifest)
 
-    together(ranks, publication, partial, lambda: remove_tree(partial.root) if ranks.is_first else None)
-    together(ranks, publication, partial, write_own)
-    together(ranks, publication, partial, publish)
+    together(ranks, publication, checkpoint, lambda: remove_tree(checkpoint.partial.root) if ranks.is_first else None)
+    together(ranks, publication, checkpoint, write_own)
+    together(ranks, publication, checkpoint, publish)
 
 
 @contextlib.contextmanager
