@@ -27,7 +27,7 @@ from rlhf_core.training.rollouts.seeds import sample_seed
 from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
 from rlhf_core.training.trainers import saving
 from rlhf_core.training.trainers.in_flight import InFlight, kept_completions, stored_completions
-from rlhf_core.training.trainers.sampling import BegunBatch, Prompt, PromptBatch, StepSampler
+from rlhf_core.training.trainers.sampling import Prompt, PromptBatch, StepSampler
 from rlhf_core.training.types import Completion, Episode, ModelTurn, Row
 
 pytestmark = [pytest.mark.training, pytest.mark.end_to_end]
@@ -266,22 +266,24 @@ def test_completions_are_saved_though_the_rest_is_lost(lost: WorkerError) -> Non
     training.rollouts.continuous.wait.side_effect = lost
     sampler = StepSampler(training, loop, mock.Mock())
     prompts = [Prompt(Row(uid, "", "", "", {}), [1], [1]) for uid in "ab"]
-    sampler._begun.append(BegunBatch(PromptBatch(5, prompts, 8), {}, prompts, mock.Mock(made={1: [made]})))
+    sampler._begun.append((PromptBatch(5, prompts, 8), mock.Mock(made={1: [made]})))
     assert kept_completions(sampler.in_flight(False)) == {5: InFlight(8, {"b": [made]})}
     with pytest.raises(type(lost)):
         sampler.sample(mock.MagicMock(number=5))
 
 
 class Filling(list[Prompt]):
-    """Prompts, of which another one is completed whenever one is looked at."""
+    """Prompts, of which another one is completed whenever one is looked at, until all are."""
 
     def __init__(self, source: PromptList) -> None:
         super().__init__(Prompt(Row(str(index), "", "", "", {}), [1], [1]) for index in range(source.num_prompts))
         self.source = source
 
-    def __getitem__(self, index: Any) -> Any:
-        self.source.answer(len(self.source.made), [])
-        return super().__getitem__(index)
+    def __iter__(self) -> Iterator[Prompt]:
+        for prompt in super().__iter__():
+            if len(self.source.made) < len(self):
+                self.source.answer(len(self.source.made), [])
+            yield prompt
 
 
 def test_completions_may_arrive_while_those_so_far_are_saved() -> None:
@@ -290,7 +292,7 @@ def test_completions_may_arrive_while_those_so_far_are_saved() -> None:
     prompts = Filling(source)
     for index in range(2):
         source.answer(index, [])
-    assert BegunBatch(PromptBatch(5, prompts, 8), {}, prompts, source).made == {"0": [], "1": []}
+    assert PromptBatch(5, prompts, 8).made(source.made) == {"0": [], "1": []}
     assert len(source.made) == 4
 
 

@@ -5,7 +5,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -64,17 +64,6 @@ def loops(spec: RunSpec) -> list[Loop]:
         found.append(Loop(loop, done + 1, done + loop.num_steps))
         done += loop.num_steps
     return found
-
-
-class SampledAhead(Protocol):
-    """Completions that are being sampled for later steps while this one trains."""
-
-    @property
-    def position(self) -> int:
-        """Position in the data of the first row taken for a later step, or of the next one to be taken."""
-
-    def in_flight(self, is_last: bool) -> list[dict[str, Any]]:
-        """This rank's completions, for a checkpoint: tensors and JSON values."""
 
 
 class TrainingContext:
@@ -251,13 +240,15 @@ class TrainingContext:
         model: PreTrainedModel,
         engine: Engine,
         critic: Engine | None = None,
-        ahead: SampledAhead | None = None,
+        position: int | None = None,
+        in_flight: Callable[[bool], list[dict[str, Any]]] | None = None,
     ) -> bool:
         """Evaluate if due, reduce and write the metrics, and save if due or requested.
 
         Args:
             critic: the engine of a value model, saved with the policy.
-            ahead: completions already sampled for later steps, also saved.
+            position: position in the data of the first row taken for a later step; None if none was.
+            in_flight: returns the completions already sampled for later steps (``Saving.save``).
 
         Returns:
             Whether to stop here because an agent requested it or the job has no time for another step; the state is
@@ -271,7 +262,7 @@ class TrainingContext:
         """
         self._evaluate(step, model)
         self._add_times(step)
-        position = ahead.position if ahead else self.position
+        position = self.position if position is None else position
         step.metrics.shared("data/epochs", position / len(self._data.rows))
         if step.number == 1:
             for name, count in self._data_counts.items():
@@ -312,7 +303,6 @@ class TrainingContext:
                 reward_models=self.scorer.model_states,
                 best=self._best_until(step.number, reduced.values),
             )
-            in_flight = ahead.in_flight if ahead else None
             self._saving.save(progress, model, engine, critic, in_flight, is_last=finished or reduced.stop)
         return reduced.stop
 

@@ -81,7 +81,9 @@ def train(
         every = spec.native_trainer.log_samples_every
         if every and (number - loop.first_step) % every == 0 and groups:
             training.write_samples(_sample_lines(trained, advantages.tokens, number))
-        if training.end_step(step, loop, policy.causal_lm, engine, critic.engine if critic else None, sampler):
+        value_engine = critic.engine if critic else None
+        ahead = (sampler.position, sampler.in_flight)
+        if training.end_step(step, loop, policy.causal_lm, engine, value_engine, *ahead):
             return True
     return False
 

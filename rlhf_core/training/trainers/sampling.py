@@ -9,7 +9,7 @@ are part of a checkpoint: a run that resumes from it trains on those that were f
 import contextlib
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -49,30 +49,32 @@ class PromptBatch:
     prompts: list[Prompt]
     position: int
     """Position of the first of their rows, of all ranks, in the order of the data."""
-
-
-@dataclass(frozen=True)
-class BegunBatch:
-    """Prompts that are being sampled ahead."""
-
-    batch: PromptBatch
-    kept: Mapping[str, list[Completion]]
+    kept: Mapping[str, list[Completion]] = field(default_factory=dict)
     """Completions from before a restart, by uid of their prompt."""
-    missing: Sequence[Prompt]
-    """The other prompts."""
-    source: PromptSource
-    """The missing ones, as the engines take them."""
 
     @property
-    def made(self) -> dict[str, list[Completion]]:
-        """Completions of the prompts that have all of theirs so far."""
-        found = dict(self.source.made)  # at once: another thread adds to them meanwhile
-        return {**self.kept, **{self.missing[index].row.uid: group for index, group in found.items()}}
+    def missing(self) -> list[Prompt]:
+        """The other prompts."""
+        return [prompt for prompt in self.prompts if prompt.row.uid not in self.kept]
 
-    def results(self) -> list[list[Completion]]:
-        """Completions of all prompts, in order."""
-        sampled = dict(zip((prompt.row.uid for prompt in self.missing), self.source.results(), strict=True))
-        return [self.kept.get(prompt.row.uid) or sampled[prompt.row.uid] for prompt in self.batch.prompts]
+    def made(self, sampled: Mapping[int, list[Completion]]) -> dict[str, list[Completion]]:
+        """Completions by uid of their prompt.
+
+        Args:
+            sampled: completions of missing prompts, by index.
+        """
+        found = dict(sampled)  # at once: another thread may add to them meanwhile
+        missing = self.missing
+        return {**self.kept, **{missing[index].row.uid: group for index, group in found.items()}}
+
+    def completed(self, sampled: Sequence[list[Completion]]) -> list[list[Completion]]:
+        """Completions of all prompts, in order.
+
+        Args:
+            sampled: those of the missing ones, in order.
+        """
+        made = self.made(dict(enumerate(sampled)))
+        return [made[prompt.row.uid] for prompt in self.prompts]
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,8 @@ class StepSampler:
         self._max_staleness = training.spec.rollout.max_staleness
         self._ahead = training.rollouts.continuous if self._max_staleness else None
         self._spans_weights = training.spec.rollout.spans_weights
-        self._begun: deque[BegunBatch] = deque()
+        self._begun: deque[tuple[PromptBatch, PromptSource]] = deque()
+        """Prompts that are being sampled ahead, and the missing ones as the engines take them."""
         self._last_taken = 0
         self._saved = kept_completions(saved)
 
@@ -187,7 +190,7 @@ class StepSampler:
     @property
     def position(self) -> int:
         """Position in the data of the first row taken for a later step, or of the next one to be taken."""
-        return self._begun[0].batch.position if self._begun else self._training.position
+        return self._begun[0][0].position if self._begun else self._training.position
 
     def in_flight(self, is_last: bool) -> list[dict[str, Any]]:
         """This rank's completions for later steps, for a checkpoint.
@@ -208,7 +211,8 @@ class StepSampler:
             with contextlib.suppress(EnginesLost, ToolFailed):
                 self._ahead.wait(self._training.beating(Phase.ROLLOUT))
         return [
-            stored_completions(begun.batch.step, InFlight(begun.batch.position, begun.made)) for begun in self._begun
+            stored_completions(batch.step, InFlight(batch.position, batch.made(source.made)))
+            for batch, source in self._begun
         ]
 
     def _begin_until(self, last: int, version: int) -> None:
@@ -217,11 +221,9 @@ class StepSampler:
             return
         for number in range(max(self._last_taken, version) + 1, min(last, self._loop.last_step) + 1):
             batch = self._next_prompts(number, 0)
-            kept = self._kept(batch)
-            missing = [prompt for prompt in batch.prompts if prompt.row.uid not in kept]
-            source = self._training.evaluator.source(*_parts(missing), self._sampling())
+            source = self._training.evaluator.source(*_parts(batch.missing), self._sampling())
             self._ahead.begin(source, version)
-            self._begun.append(BegunBatch(batch, kept, missing, source))
+            self._begun.append((batch, source))
 
     # -----------------------------------------------------------------------------------------------------------------
     # One round
@@ -234,7 +236,7 @@ class StepSampler:
         else:
             with step.timed("rollout"):
                 request = self._next_prompts(step.number, number)
-                completions = self._complete(request, {})
+                completions = self._complete(request)
         if self._loop.algorithm.sampling_rounds == 1:
             self._begin_until(step.number + self._max_staleness, step.number - 1)
         num_samples = self._loop.algorithm.group
@@ -265,12 +267,12 @@ class StepSampler:
                 self._begin_until(step.number + self._max_staleness - has_rounds, version)
             if self._begun and self._ahead is not None:
                 self._ahead.collect(beat)
-                begun = self._begun.popleft()
-                completions = begun.results()
+                request, source = self._begun.popleft()
+                completions = request.completed(source.results())
                 self._warn()
-                return begun.batch, completions
+                return request, completions
             request = self._next_prompts(step.number, 0)
-            return request, self._complete(request, self._kept(request))
+            return request, self._complete(request)
 
     def _next_prompts(self, step: int, number: int) -> PromptBatch:
         num_samples = self._loop.algorithm.group
@@ -286,34 +288,32 @@ class StepSampler:
         for row, token_ids in zip(rows, token_ids_of_rows, strict=True):
             seeds = [sample_seed(self._training.spec.seed, step, row.uid, index) for index in indices]
             prompts.append(Prompt(row, token_ids, seeds))
-        return PromptBatch(step, prompts, position)
+        return PromptBatch(step, prompts, position, self._kept(step, prompts))
 
-    def _kept(self, request: PromptBatch) -> dict[str, list[Completion]]:
+    def _kept(self, step: int, prompts: Sequence[Prompt]) -> dict[str, list[Completion]]:
         """Completions of a step that are left from before a restart, by uid of their prompt, as far as they are usable:
         as many as needed, and none from weights older than the bound."""
-        saved = self._saved.pop(request.step, None)
+        saved = self._saved.pop(step, None)
         if saved is None:
             return {}
-        oldest = request.step - 1 - self._max_staleness
+        oldest = step - 1 - self._max_staleness
         kept = {
             prompt.row.uid: group
-            for prompt in request.prompts
+            for prompt in prompts
             if len(group := saved.made.get(prompt.row.uid, [])) == len(prompt.seeds)
             and all(made.weight_version >= oldest for made in group)
         }
         self._training.ranks.log(
-            f"{len(kept)} of {len(request.prompts)} prompts of step {request.step} were completed before the restart"
+            f"{len(kept)} of {len(prompts)} prompts of step {step} were completed before the restart"
         )
         return kept
 
-    def _complete(self, request: PromptBatch, kept: Mapping[str, list[Completion]]) -> list[list[Completion]]:
-        """Sample with the current weights for the prompts whose uid is not in ``kept``. Collective."""
-        missing = [prompt for prompt in request.prompts if prompt.row.uid not in kept]
+    def _complete(self, request: PromptBatch) -> list[list[Completion]]:
+        """Sample with the current weights for the missing prompts. Collective."""
         beat, evaluator = self._training.beating(Phase.ROLLOUT), self._training.evaluator
-        sampled = evaluator.sample(*_parts(missing), self._sampling(), request.step - 1, beat)
+        sampled = evaluator.sample(*_parts(request.missing), self._sampling(), request.step - 1, beat)
         self._warn()
-        made = {prompt.row.uid: group for prompt, group in zip(missing, sampled, strict=True)} | dict(kept)
-        return [made[prompt.row.uid] for prompt in request.prompts]
+        return request.completed(sampled)
 
     def _warn(self) -> None:
         """Report tools and environments that were lost."""
