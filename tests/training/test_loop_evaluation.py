@@ -24,6 +24,9 @@ from rlhf_core.schemas.supervision import SuperviseSpec
 
 torch = pytest.importorskip("torch")
 
+from core_models import char_tokenizer  # noqa: E402 - needs torch
+from transformers import PreTrainedModel  # noqa: E402
+
 from rlhf_core.training.algorithms import ALGORITHMS  # noqa: E402 - needs torch
 from rlhf_core.training.algorithms.objective import StepSums  # noqa: E402
 from rlhf_core.training.data.examples import (  # noqa: E402
@@ -33,12 +36,11 @@ from rlhf_core.training.data.examples import (  # noqa: E402
     score_batch,
     step_sums,
 )
-from rlhf_core.training.data.tokenizers import build_tokenizer  # noqa: E402
 from rlhf_core.training.distributed import Ranks, collective_timeout  # noqa: E402
 from rlhf_core.training.evaluation import evaluator as evaluation  # noqa: E402
 from rlhf_core.training.evaluation import report_files  # noqa: E402
-from rlhf_core.training.evaluation.evaluator import load_evaluator  # noqa: E402
-from rlhf_core.training.evaluation.held_out import HeldOutRows  # noqa: E402
+from rlhf_core.training.evaluation.evaluator import Evaluator, load_evaluator  # noqa: E402
+from rlhf_core.training.evaluation.held_out import scored_rows  # noqa: E402
 from rlhf_core.training.evaluation.report_files import are_written, write_reports  # noqa: E402
 from rlhf_core.training.evaluation.run import _evaluate_start, checkpoint_to_evaluate  # noqa: E402
 from rlhf_core.training.models.causal_lm import PolicyModel, build_causal_lm  # noqa: E402
@@ -63,13 +65,22 @@ def broken(**columns: Any) -> list[float]:
     raise ZeroDivisionError("no luck")
 
 
+def evaluator_of(
+    spec: RunSpec, ranks: Ranks, engine: Any = None, tokenizer: Any = None, *, trains_on_samples: bool = False
+) -> Evaluator:
+    """The evaluator of a run, with an engine in this process if none is given."""
+    tokenizer = tokenizer or char_tokenizer()
+    start = functools.partial(TransformersEngine, tokenizer) if engine is None else lambda: engine
+    return load_evaluator(spec, ranks, tokenizer, RewardScorer(spec), start, trains_on_samples=trains_on_samples)
+
+
+def model_of(spec: RunSpec, seed: int = 0) -> PreTrainedModel:
+    return build_causal_lm(spec.model.config, char_tokenizer(), seed)
+
+
 def evaluate(ranks: Ranks, step: int = 6, seed: int = 0, **settings: Any) -> list[EvaluationReport]:
     spec = RunSpec.model_validate(tiny_spec(evaluate={"scorer": HALF, "keep_samples": 7, **settings}))
-    tokenizer = build_tokenizer("char", [], 0)
-    model = build_causal_lm(spec.model.config, tokenizer, seed)
-    start = functools.partial(TransformersEngine, tokenizer)
-    evaluator = load_evaluator(spec, ranks, tokenizer, RewardScorer(spec), start, trains_on_samples=False)
-    return evaluator.run(model, "after", step, lambda: None)
+    return evaluator_of(spec, ranks).run(model_of(spec, seed), "after", step, lambda: None)
 
 
 def on_ranks(rank: int, num_ranks: int, run_dir: str) -> list[Any]:
@@ -206,7 +217,7 @@ def test_an_engine_is_started_where_something_is_sampled(
 ) -> None:
     """An engine of vLLM costs time, and the memory of a second model."""
     spec = RunSpec.model_validate({**content, "rollout": {"engine": "vllm", "max_new_tokens": 5}})
-    tokenizer = build_tokenizer("char", [], 0)
+    tokenizer = char_tokenizer()
     started: list[TransformersEngine] = []
 
     def start() -> TransformersEngine:
@@ -219,7 +230,7 @@ def test_an_engine_is_started_where_something_is_sampled(
 
 
 def test_completions_of_conversations_end_as_their_turns_do(ranks: Ranks) -> None:
-    tokenizer = build_tokenizer("char", [], 0)
+    tokenizer = char_tokenizer()
     turn_end = tokenizer.eos_token_id
     tokenizer.add_special_tokens({"eos_token": "<|endoftext|>"})
     spec = RunSpec.model_validate(
@@ -227,20 +238,16 @@ def test_completions_of_conversations_end_as_their_turns_do(ranks: Ranks) -> Non
     )
     engine = mock.Mock()
     engine.sample.side_effect = lambda prompts, *others: [[Completion([], "", True, [])]] * len(prompts)
-    evaluator = load_evaluator(spec, ranks, tokenizer, RewardScorer(spec), lambda: engine, trains_on_samples=False)
-    evaluator.greedy_scores(mock.Mock(), 1, lambda: None)
+    evaluator_of(spec, ranks, engine, tokenizer).greedy_scores(mock.Mock(), 1, lambda: None)
     assert engine.sample.call_args.args[2].end_ids == (turn_end,)
 
 
 def test_an_evaluation_has_begun_before_its_first_pass(ranks: Ranks) -> None:
     """Out of memory in that pass would be taken for a failure of setup, where smaller batches are not tried."""
-    spec = RunSpec.model_validate(tiny_spec(evaluate={"scorer": HALF}))
-    tokenizer, calls = build_tokenizer("char", [], 0), mock.Mock()
+    spec, calls = RunSpec.model_validate(tiny_spec(evaluate={"scorer": HALF})), mock.Mock()
     calls.engine.sample.side_effect = torch.OutOfMemoryError
-    start = functools.partial(getattr, calls, "engine")
-    evaluator = load_evaluator(spec, ranks, tokenizer, RewardScorer(spec), start, trains_on_samples=False)
     with pytest.raises(torch.OutOfMemoryError):
-        evaluator.run(build_causal_lm(spec.model.config, tokenizer, 0), "after", 1, calls.beat)
+        evaluator_of(spec, ranks, calls.engine).run(model_of(spec), "after", 1, calls.beat)
     assert [call[0] for call in calls.mock_calls] == ["beat", "engine.load", "engine.sample"]
 
 
@@ -251,10 +258,8 @@ def test_evaluations_sample_as_their_own_settings_say(ranks: Ranks) -> None:
     engine.sample.side_effect = lambda prompts, seeds, *others: [[Completion([], "", True, [])] * len(s) for s in seeds]
     for settings, length in ((evaluate, 9), ({"scorer": HALF}, 5)):
         spec = RunSpec.model_validate(tiny_spec(evaluate=settings, rollout={"stop_strings": ["9"]}))
-        tokenizer = build_tokenizer("char", [], 0)
-        evaluator = load_evaluator(spec, ranks, tokenizer, RewardScorer(spec), lambda: engine, trains_on_samples=False)
         engine.sample.reset_mock()
-        evaluator.run(build_causal_lm(spec.model.config, tokenizer, 0), "after", 1, lambda: None)
+        evaluator_of(spec, ranks, engine).run(model_of(spec), "after", 1, lambda: None)
         greedy, sampled = (call.args[2] for call in engine.sample.call_args_list)
         assert (greedy.max_new_tokens, sampled.max_new_tokens) == (length, length)
         assert greedy.stop == sampled.stop == ("9",)
@@ -287,11 +292,9 @@ def test_passes_that_rank_pairs_have_the_limits_of_training(ranks: Ranks, rank: 
     content = spec_of({"name": "reward_model"}, data={"generator": "test_preference_runs:ragged"})
     content["trainer"] |= {"micro_batch_size": 128, "micro_batch_tokens": 40}
     spec = RunSpec.model_validate(content)
-    tokenizer = build_tokenizer("char", [], 0)
-    start = functools.partial(TransformersEngine, tokenizer)
-    whole = load_evaluator(spec, ranks, tokenizer, RewardScorer(spec), start, trains_on_samples=False)
+    tokenizer, whole = char_tokenizer(), evaluator_of(spec, ranks)
     policy = SumOfTokens()
-    found = whole._held_out.scored(policy, None, lambda: None)  # type: ignore[arg-type]
+    found = whole._scored_rows(policy, None, lambda: None)  # type: ignore[arg-type]
     assert [one.row for one in found] == whole.data.rows
     for one, prompt, row in zip(found, whole.data.token_ids, whole.data.rows, strict=True):
         ends = [[*tokenizer.encode(text), tokenizer.eos_token_id] for text in (row.chosen, row.rejected)]
@@ -304,7 +307,7 @@ def test_passes_that_rank_pairs_have_the_limits_of_training(ranks: Ranks, rank: 
     policy = SumOfTokens()
     gathered = [[0.0, 0.0, 0.0, passes, 0.0] for passes in (0.0, 1.0, 3.0)]
     with mock.patch.object(Ranks, "gather_numbers", return_value=gathered):
-        assert len(one._held_out.scored(policy, None, lambda: None)) == (0 if rank == 0 else 1)  # type: ignore[arg-type]
+        assert len(one._scored_rows(policy, None, lambda: None)) == (0 if rank == 0 else 1)  # type: ignore[arg-type]
     assert len(policy.passes) == 3
 
 
@@ -336,13 +339,12 @@ def test_the_held_out_loss_is_that_of_a_step_with_all_held_out_rows(ranks: Ranks
     content["data"] |= {"completion_template": "{completion}"} if kind == "sorted_or_not" else {}
     content["evaluate"] |= {"completions": False, "num_prompts": 7}
     spec = RunSpec.model_validate(content)
-    main, tokenizer = spec.main_loop.algorithm, build_tokenizer("char", [], 0)
-    model, reference = (build_causal_lm(spec.model.config, tokenizer, seed) for seed in (1, 2))
+    main, tokenizer = spec.main_loop.algorithm, char_tokenizer()
+    model, reference = (model_of(spec, seed) for seed in (1, 2))
     policy: Any = PolicyModel(model)
     if spec.makes_reward_model:
         model = policy = SumOfTokens()
-    start = functools.partial(TransformersEngine, tokenizer)
-    evaluator = load_evaluator(spec, ranks, tokenizer, RewardScorer(spec), start, trains_on_samples=False)
+    evaluator = evaluator_of(spec, ranks)
     rows, prompts = evaluator.data.rows, evaluator.data.token_ids
     with torch.no_grad():
         scorer = PolicyModel(reference) if main.reference else None
@@ -381,18 +383,16 @@ def test_the_held_out_loss_is_that_of_a_step_with_all_held_out_rows(ranks: Ranks
 
 def test_an_engine_in_process_sleeps_while_held_out_rows_are_scored(ranks: Ranks) -> None:
     """Sampling has woken it, and the passes need its memory."""
-    engine, scored = mock.Mock(), HeldOutRows.scored
+    engine = mock.Mock()
     engine.sample.side_effect = lambda prompts, seeds, *others: [[Completion([], "", True, [])] * len(s) for s in seeds]
     spec = RunSpec.model_validate(tiny_spec(train={"algorithm": "sft"}, evaluate={"scorer": HALF}))
-    tokenizer = build_tokenizer("char", [], 0)
-    evaluator = load_evaluator(spec, ranks, tokenizer, RewardScorer(spec), lambda: engine, trains_on_samples=False)
 
-    def score(rows: Any, *others: Any) -> Any:
+    def score(*given: Any) -> Any:
         engine.scored()
-        return scored(rows, *others)
+        return scored_rows(*given)
 
-    with mock.patch.object(HeldOutRows, "scored", score):
-        evaluator.run(build_causal_lm(spec.model.config, tokenizer, 0), "after", 1, lambda: None)
+    with mock.patch.object(evaluation, "scored_rows", score):
+        evaluator_of(spec, ranks, engine).run(model_of(spec), "after", 1, lambda: None)
     assert [name for name, *_ in engine.method_calls] == ["load", "sample", "load", "sample", "sleep", "scored"]
 
 
@@ -407,13 +407,11 @@ def test_the_main_loop_decides_whether_held_out_completions_are_ranked(ranks: Ra
     kto = RunSpec.model_validate(content)
     main = {**content["loops"]["main"], "algorithm": {"name": "grpo"}}
     before = RunSpec.model_validate({**content, "loops": {"warm_start": content["loops"]["main"], "main": main}})
-    tokenizer = build_tokenizer("char", [], 0)
-    start = functools.partial(TransformersEngine, tokenizer)
-    evaluator = load_evaluator(before, ranks, tokenizer, RewardScorer(before), start, trains_on_samples=True)
+    evaluator = evaluator_of(before, ranks, trains_on_samples=True)
     assert evaluator.names == before.evaluations == ("greedy", "sampled")
     assert kto.evaluations[-2:] == ("preference", "loss")
     with pytest.raises(BadData, match="found held-out rows of one label only"):
-        load_evaluator(kto, ranks, tokenizer, RewardScorer(kto), start, trains_on_samples=False)
+        evaluator_of(kto, ranks)
 
 
 @pytest.mark.parametrize(
@@ -426,7 +424,7 @@ def test_evaluators_use_the_engines_of_the_run(
     split = {"engine": "vllm", "engines": 1, "vllm": {"tensor_parallel": 2}}
     spec = tiny_spec(rollout=split, model={"config": TINY_MODEL, "lora": lora})
     context = replace(make_context(str(tmp_path), spec, 0, 1), role=Role.EVALUATOR)
-    engine = start_engine(context, ranks, build_tokenizer("char", [], 0), tmp_path)
+    engine = start_engine(context, ranks, char_tokenizer(), tmp_path)
     assert isinstance(engine._engine if isinstance(engine, RecordedEngine) else engine, kind)
     engine.close()
 

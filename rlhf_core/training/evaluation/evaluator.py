@@ -31,10 +31,10 @@ from rlhf_core.training.distributed import Ranks
 from rlhf_core.training.environments.conversations import Conversations
 from rlhf_core.training.environments.pool import EnvironmentPool
 from rlhf_core.training.environments.rollout_steps import RolloutSteps
-from rlhf_core.training.evaluation.held_out import HeldOutRows, ScoredRow
+from rlhf_core.training.evaluation.held_out import ScoredRow, scored_rows
 from rlhf_core.training.evaluation.intervals import mean_interval, mean_score, weighted_interval, weighted_mean
 from rlhf_core.training.evaluation.pass_at_k import mean_pass_at_k
-from rlhf_core.training.evaluation.ranking import desirable_sample, loss_sample, pair_sample
+from rlhf_core.training.evaluation.ranking import desirable_sample, loss_sample, pair_sample, row_sample
 from rlhf_core.training.models.causal_lm import PolicyModel
 from rlhf_core.training.models.embeddings import require_embeddings
 from rlhf_core.training.models.reward_model import RewardModel
@@ -168,7 +168,7 @@ class Evaluator:
     ) -> dict[str, tuple[float, float]]:
         """Sum and total weight of the scores of this rank's rows, for each evaluation of them, and for each source of a
         mixture."""
-        rows = self._held_out.scored(policy, reference, beat)
+        rows = self._scored_rows(policy, reference, beat)
         found = self._by_source("loss", [(row.row.uid, row.loss, row.weight) for row in rows])
         if "preference" in self.spec.row_evaluations:
             ranked = [(sample.prompt_uid, sample.score, 1.0) for sample in self._ranked(rows)]
@@ -242,9 +242,10 @@ class Evaluator:
             return CROSS_ENTROPY if algorithm == "sft" else f"{algorithm}_loss"
         return self.spec.evaluate.scorer_model or self.spec.evaluate.scorer.partition(":")[2]
 
-    @property
-    def _held_out(self) -> HeldOutRows:
-        return HeldOutRows(self.spec, self.ranks, self.tokenizer, self.data)
+    def _scored_rows(
+        self, policy: PolicyModel | RewardModel, reference: Scorer | None, beat: Callable[[], None]
+    ) -> list[ScoredRow]:
+        return scored_rows(self.spec, self.ranks, self.tokenizer, self.data, policy, reference, beat)
 
     def _scored_by(
         self, model: PreTrainedModel, reference: PreTrainedModel | None, beat: Callable[[], None]
@@ -255,10 +256,10 @@ class Evaluator:
         if self.spec.makes_reward_model:
             ranker = RewardModel(model, self.ranks.sequence)
             ranker.try_passes()
-            return self._held_out.scored(ranker, None, beat)
+            return self._scored_rows(ranker, None, beat)
         policy = PolicyModel(model, sequence=self.ranks.sequence)
         start = PolicyModel(reference, sequence=self.ranks.sequence) if reference else policy
-        return self._held_out.scored(policy, start if self.spec.main_loop.algorithm.reference else None, beat)
+        return self._scored_rows(policy, start if self.spec.main_loop.algorithm.reference else None, beat)
 
     def _ranked(self, rows: Sequence[ScoredRow]) -> list[EvaluationSample]:
         """This rank's pairs, or desirable completions among all undesirable ones, with their scores."""
@@ -308,17 +309,7 @@ class Evaluator:
         flat = [completion for made in completions for completion in made]
         values = iter(self.scorer.evaluate(flat_rows, flat, beat))
         return [
-            [
-                EvaluationSample(
-                    prompt_uid=row.uid,
-                    sample_index=index,
-                    prompt=row.prompt,
-                    completion=completion.shown,
-                    answer=row.answer,
-                    score=next(values),
-                )
-                for index, completion in enumerate(made)
-            ]
+            [row_sample(row, one.shown, row.answer, next(values), index) for index, one in enumerate(made)]
             for row, made in zip(rows, completions, strict=True)
         ]
 

@@ -32,57 +32,46 @@ class ScoredRow:
     completion for supervised training, otherwise 1."""
 
 
-@dataclass(frozen=True)
-class HeldOutRows:
-    """Held-out rows of a run whose main loop learns from rows."""
+@torch.no_grad()
+def scored_rows(
+    spec: RunSpec,
+    ranks: Ranks,
+    tokenizer: PreTrainedTokenizerBase,
+    data: EncodedPrompts,
+    policy: PolicyModel | RewardModel,
+    reference: Scorer | None,
+    beat: Callable[[], None],
+) -> list[ScoredRow]:
+    """Score this rank's rows, or those of its replica on the first rank of it, and none on the others. Collective.
 
-    spec: RunSpec
-    ranks: Ranks
-    tokenizer: PreTrainedTokenizerBase
-    data: EncodedPrompts
-    """The same on every rank, and each rank processes its part."""
+    Args:
+        spec: a run whose main loop learns from rows.
+        data: the held-out rows; the same on every rank.
+        reference: reference of the main loop, if its algorithm has one.
+        beat: called before every pass.
+    """
+    algorithm, rows, deal = spec.main_loop.algorithm, data.rows, ranks.deal_to_replicas
+    objective, own = ALGORITHMS[algorithm.name], deal(rows)
+    examples = make_examples(own, deal(data.token_ids), tokenizer, algorithm)
+    before = deal([*rows[-1:], *rows[:-1]]) if algorithm.mismatches else []
+    passes = RowPasses(examples, before, tokenizer, ranks, spec.native_trainer, algorithm, packed=policy.packs)
+    by_tokens = not (algorithm.pairs or algorithm.labelled)
 
-    @torch.no_grad()
-    def scored(
-        self, policy: PolicyModel | RewardModel, reference: Scorer | None, beat: Callable[[], None]
-    ) -> list[ScoredRow]:
-        """Score this rank's rows, or those of its replica on the first rank of it, and none on the others. Collective.
-
-        Args:
-            reference: reference of the main loop, if its algorithm has one.
-            beat: called before every pass.
-        """
-        algorithm, rows = self.spec.main_loop.algorithm, self.data.rows
-        objective, deal = ALGORITHMS[algorithm.name], self.ranks.deal_to_replicas
-        own = deal(rows)
-        examples = make_examples(own, deal(self.data.token_ids), self.tokenizer, algorithm)
-        before = deal([*rows[-1:], *rows[:-1]]) if algorithm.mismatches else []
-        passes = RowPasses(
-            examples,
-            before,
-            self.tokenizer,
-            self.ranks,
-            self.spec.native_trainer,
-            algorithm,
-            packed=policy.packs,
-        )
-        by_tokens = not (algorithm.pairs or algorithm.labelled)
-
-        found: dict[int, ScoredRow] = {}
-        with in_evaluation_mode(policy):
-            sums = passes.sums(policy, reference, beat)
-            total = sums.num_tokens if by_tokens else len(rows)
-            for part, batch, output in passes.run(policy, reference, beat):
-                count = len(batch.mask) // (2 if algorithm.pairs else 1)
-                rewards = objective.rewards(output, batch, algorithm).reshape(-1, count).T.tolist()
-                alone = (select_rows(output, batch, [place], paired=algorithm.pairs) for place in range(len(part)))
-                shares = [objective.loss(*one, sums, algorithm)[0] for one in alone]
-                for index, of_row, share in zip(part, rewards, _floats(shares), strict=False):
-                    weight = float(examples[index].num_tokens) if by_tokens else 1.0
-                    # A completion without tokens counts for nothing.
-                    loss = share * total / weight if weight else 0.0
-                    found[index] = ScoredRow(own[index], of_row, loss, weight)
-        return [found[index] for index in range(len(own))] if self.ranks.is_first_of_replica else []
+    found: dict[int, ScoredRow] = {}
+    with in_evaluation_mode(policy):
+        sums = passes.sums(policy, reference, beat)
+        total = sums.num_tokens if by_tokens else len(rows)
+        for part, batch, output in passes.run(policy, reference, beat):
+            count = len(batch.mask) // (2 if algorithm.pairs else 1)
+            rewards = objective.rewards(output, batch, algorithm).reshape(-1, count).T.tolist()
+            alone = (select_rows(output, batch, [place], paired=algorithm.pairs) for place in range(len(part)))
+            shares = [objective.loss(*one, sums, algorithm)[0] for one in alone]
+            for index, of_row, share in zip(part, rewards, _floats(shares), strict=False):
+                weight = float(examples[index].num_tokens) if by_tokens else 1.0
+                # A completion without tokens counts for nothing.
+                loss = share * total / weight if weight else 0.0
+                found[index] = ScoredRow(own[index], of_row, loss, weight)
+    return [found[index] for index in range(len(own))] if ranks.is_first_of_replica else []
 
 
 def _floats(scalars: Sequence[Tensor]) -> list[float]:

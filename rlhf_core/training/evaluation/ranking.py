@@ -1,9 +1,16 @@
-"""Samples of held-out rows: the ranking of their completions by a model, and its loss."""
+"""Samples of held-out rows: scored completions, the ranking of their completions by a model, and its loss."""
 
 from collections.abc import Sequence
 
 from rlhf_core.schemas.evaluation import EvaluationSample
 from rlhf_core.training.types import Row
+
+
+def row_sample(row: Row, completion: str, answer: str, score: float, index: int = 0) -> EvaluationSample:
+    """Make the ``index``-th sample of a row."""
+    return EvaluationSample(
+        prompt_uid=row.uid, sample_index=index, prompt=row.prompt, completion=completion, answer=answer, score=score
+    )
 
 
 def pair_sample(row: Row, chosen: float, rejected: float) -> EvaluationSample:
@@ -12,14 +19,8 @@ def pair_sample(row: Row, chosen: float, rejected: float) -> EvaluationSample:
     Scored 1 if it is the chosen one, 0 if it is the rejected one, and 0.5 if the rewards are equal: a policy that is
     its own reference has no preferences.
     """
-    return EvaluationSample(
-        prompt_uid=row.uid,
-        sample_index=0,
-        prompt=row.prompt,
-        completion=row.chosen if chosen > rejected else row.rejected,
-        answer=row.chosen,
-        score=_won(chosen, rejected),
-    )
+    preferred = row.chosen if chosen > rejected else row.rejected
+    return row_sample(row, preferred, row.chosen, _won(chosen, rejected))
 
 
 def desirable_sample(row: Row, reward: float, undesirable: Sequence[float]) -> EvaluationSample:
@@ -29,27 +30,14 @@ def desirable_sample(row: Row, reward: float, undesirable: Sequence[float]) -> E
         reward: reward of the row's completion.
         undesirable: rewards of all undesirable completions; at least one.
     """
-    return EvaluationSample(
-        prompt_uid=row.uid,
-        sample_index=0,
-        prompt=row.prompt,
-        completion=row.target,
-        answer="desirable",
-        score=sum(_won(reward, other) for other in undesirable) / len(undesirable),
-    )
+    share = sum(_won(reward, other) for other in undesirable) / len(undesirable)
+    return row_sample(row, row.target, "desirable", share)
 
 
 def loss_sample(row: Row, loss: float) -> EvaluationSample:
     """Make a sample of the completion of a row that is trained on, of a pair the chosen one, scored by the row's
     loss."""
-    return EvaluationSample(
-        prompt_uid=row.uid,
-        sample_index=0,
-        prompt=row.prompt,
-        completion=row.chosen or row.target,
-        answer=row.answer,
-        score=loss,
-    )
+    return row_sample(row, row.chosen or row.target, row.answer, loss)
 
 
 def _won(better: float, worse: float) -> float:
