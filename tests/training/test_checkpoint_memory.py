@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 from rank_launcher import flip_last_bit, launch, make_context, tiny_spec, values
 from test_loop_online import spec_of
 from test_loop_runs import SUPERVISED, final_state, metrics_of
@@ -21,11 +22,6 @@ from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.checkpoint_files import CheckpointManifest, FileChecksum
 from rlhf_core.schemas.reports import AgentEvent
-
-pytest.importorskip("torch")
-
-import torch
-
 from rlhf_core.training.checkpoints.memory import resume as memory_resume
 from rlhf_core.training.checkpoints.memory.copies import MemoryPart, newest_in_memory
 from rlhf_core.training.checkpoints.state import Progress, TrainerState

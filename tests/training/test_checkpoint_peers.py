@@ -22,9 +22,6 @@ from test_loop_runs import SUPERVISED, final_state, metrics_of
 from rlhf_core.files.appended import read_models
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.reports import AgentEvent
-
-pytest.importorskip("torch")
-
 from rlhf_core.training.checkpoints.memory.copies import MemoryPart, parts_here
 
 pytestmark = [pytest.mark.training, pytest.mark.end_to_end]

@@ -7,23 +7,21 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import peft
 import pytest
+import torch
+from core_models import OTHER_FAMILIES, QWEN, char_tokenizer, tiny_model
+from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
 
-torch = pytest.importorskip("torch")
-peft = pytest.importorskip("peft")
-
-from core_models import OTHER_FAMILIES, QWEN, char_tokenizer, tiny_model  # noqa: E402
-from pydantic import ValidationError  # noqa: E402
-from safetensors.torch import load_file, save_file  # noqa: E402
-
-from rlhf_core.errors import BadConfig, DiskFull, ResumeMismatch, WorkerError  # noqa: E402
-from rlhf_core.files import fingerprints  # noqa: E402
-from rlhf_core.run_dir.checkpoint import ADAPTER_WEIGHTS, BASE_RECORD  # noqa: E402
-from rlhf_core.run_dir.run import RunDir  # noqa: E402
-from rlhf_core.schemas.model import LoraSpec  # noqa: E402
-from rlhf_core.schemas.run import RunSpec  # noqa: E402
-from rlhf_core.training.models import gathering  # noqa: E402
-from rlhf_core.training.models.adapters import (  # noqa: E402
+from rlhf_core.errors import BadConfig, DiskFull, ResumeMismatch, WorkerError
+from rlhf_core.files import fingerprints
+from rlhf_core.run_dir.checkpoint import ADAPTER_WEIGHTS, BASE_RECORD
+from rlhf_core.run_dir.run import RunDir
+from rlhf_core.schemas.model import LoraSpec
+from rlhf_core.schemas.run import RunSpec
+from rlhf_core.training.models import gathering
+from rlhf_core.training.models.adapters import (
     AdapterReference,
     add_adapter,
     base_fingerprint,
@@ -32,9 +30,9 @@ from rlhf_core.training.models.adapters import (  # noqa: E402
     require_base,
     save_adapter,
 )
-from rlhf_core.training.models.causal_lm import PolicyModel, load_causal_lm  # noqa: E402
-from rlhf_core.training.models.merged import write_merged  # noqa: E402
-from rlhf_core.training.models.reward_model import RewardModel, load_reward_model  # noqa: E402
+from rlhf_core.training.models.causal_lm import PolicyModel, load_causal_lm
+from rlhf_core.training.models.merged import write_merged
+from rlhf_core.training.models.reward_model import RewardModel, load_reward_model
 
 pytestmark = pytest.mark.training
 

@@ -19,9 +19,11 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import torch
 from rank_launcher import flip_last_bit, make_context, tiny_spec
 from small_disk import small_disk
 
+from rlhf_core.diagnosis.health.state import HealthState, Repetition
 from rlhf_core.diagnosis.retention import best_until, kept_steps
 from rlhf_core.errors import CheckpointCorrupt, DiskFull, FileSystemStalled, ResumeMismatch, WorkerError
 from rlhf_core.files.whole import write_model
@@ -33,21 +35,17 @@ from rlhf_core.schemas.checkpoint_files import CheckpointManifest
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.schemas.resources import Placement
 from rlhf_core.schemas.run import RunSpec
-
-torch = pytest.importorskip("torch")
-
-from rlhf_core.diagnosis.health.state import HealthState, Repetition  # noqa: E402
-from rlhf_core.training.checkpoints import background_save, direct_save, host_buffers  # noqa: E402 - needs torch
-from rlhf_core.training.checkpoints import writer as checkpoints  # noqa: E402 - needs torch
-from rlhf_core.training.checkpoints.resume import resume_point  # noqa: E402
-from rlhf_core.training.checkpoints.soundness import (  # noqa: E402
+from rlhf_core.training.checkpoints import background_save, direct_save, host_buffers
+from rlhf_core.training.checkpoints import writer as checkpoints
+from rlhf_core.training.checkpoints.resume import resume_point
+from rlhf_core.training.checkpoints.soundness import (
     hash_of_settings,
     reference_folder,
     spec_hash,
     training_part,
     verify_checkpoint,
 )
-from rlhf_core.training.checkpoints.state import (  # noqa: E402
+from rlhf_core.training.checkpoints.state import (
     Progress,
     kept_random_state,
     load_trainer_state,
@@ -55,12 +53,12 @@ from rlhf_core.training.checkpoints.state import (  # noqa: E402
     restore_random_state,
     state_file,
 )
-from rlhf_core.training.checkpoints.writer import CheckpointWriter  # noqa: E402
-from rlhf_core.training.data.tokenizers import build_tokenizer, load_tokenizer  # noqa: E402
-from rlhf_core.training.distributed import Ranks  # noqa: E402
-from rlhf_core.training.evaluation.run import checkpoint_to_evaluate  # noqa: E402
-from rlhf_core.training.models import tensor_files  # noqa: E402
-from rlhf_core.training.models.causal_lm import build_causal_lm, load_causal_lm  # noqa: E402
+from rlhf_core.training.checkpoints.writer import CheckpointWriter
+from rlhf_core.training.data.tokenizers import build_tokenizer, load_tokenizer
+from rlhf_core.training.distributed import Ranks
+from rlhf_core.training.evaluation.run import checkpoint_to_evaluate
+from rlhf_core.training.models import tensor_files
+from rlhf_core.training.models.causal_lm import build_causal_lm, load_causal_lm
 
 pytestmark = [pytest.mark.training]
 

@@ -9,10 +9,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+from core_models import char_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from rank_launcher import TINY_MODEL, launch, make_context, tiny_spec, training_group, values
 from test_preference_runs import spec_of
+from transformers import PreTrainedModel
 
 from rlhf_core.errors import BadConfig, BadData, RewardFailed, WorkerError
 from rlhf_core.run_dir.run import RunDir
@@ -21,35 +24,29 @@ from rlhf_core.schemas.evaluation import EvaluationReport
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.supervision import SuperviseSpec
-
-torch = pytest.importorskip("torch")
-
-from core_models import char_tokenizer  # noqa: E402 - needs torch
-from transformers import PreTrainedModel  # noqa: E402
-
-from rlhf_core.training.algorithms import ALGORITHMS  # noqa: E402 - needs torch
-from rlhf_core.training.algorithms.objective import StepSums  # noqa: E402
-from rlhf_core.training.data.examples import (  # noqa: E402
+from rlhf_core.training.algorithms import ALGORITHMS
+from rlhf_core.training.algorithms.objective import StepSums
+from rlhf_core.training.data.examples import (
     make_batch,
     make_examples,
     mismatched,
     score_batch,
     step_sums,
 )
-from rlhf_core.training.distributed import Ranks, collective_timeout  # noqa: E402
-from rlhf_core.training.evaluation import evaluator as evaluation  # noqa: E402
-from rlhf_core.training.evaluation import report_files  # noqa: E402
-from rlhf_core.training.evaluation.evaluator import Evaluator, load_evaluator  # noqa: E402
-from rlhf_core.training.evaluation.held_out import scored_rows  # noqa: E402
-from rlhf_core.training.evaluation.report_files import are_written, write_reports  # noqa: E402
-from rlhf_core.training.evaluation.run import _evaluate_start, checkpoint_to_evaluate  # noqa: E402
-from rlhf_core.training.models.causal_lm import PolicyModel, build_causal_lm  # noqa: E402
-from rlhf_core.training.rewards.scoring import RewardScorer  # noqa: E402
-from rlhf_core.training.rollouts.remote.engine import RemoteEngines  # noqa: E402
-from rlhf_core.training.rollouts.start import start_engine  # noqa: E402
-from rlhf_core.training.rollouts.transformers_engine import TransformersEngine  # noqa: E402
-from rlhf_core.training.rollouts.weight_ledger import RecordedEngine  # noqa: E402
-from rlhf_core.training.types import Completion, NullReporter, WorkerContext  # noqa: E402
+from rlhf_core.training.distributed import Ranks, collective_timeout
+from rlhf_core.training.evaluation import evaluator as evaluation
+from rlhf_core.training.evaluation import report_files
+from rlhf_core.training.evaluation.evaluator import Evaluator, load_evaluator
+from rlhf_core.training.evaluation.held_out import scored_rows
+from rlhf_core.training.evaluation.report_files import are_written, write_reports
+from rlhf_core.training.evaluation.run import _evaluate_start, checkpoint_to_evaluate
+from rlhf_core.training.models.causal_lm import PolicyModel, build_causal_lm
+from rlhf_core.training.rewards.scoring import RewardScorer
+from rlhf_core.training.rollouts.remote.engine import RemoteEngines
+from rlhf_core.training.rollouts.start import start_engine
+from rlhf_core.training.rollouts.transformers_engine import TransformersEngine
+from rlhf_core.training.rollouts.weight_ledger import RecordedEngine
+from rlhf_core.training.types import Completion, NullReporter, WorkerContext
 
 pytestmark = [pytest.mark.training]
 
@@ -269,7 +266,7 @@ def test_evaluations_sample_as_their_own_settings_say(ranks: Ranks) -> None:
             assert {name: getattr(sampled, name) for name in ("temperature", *cut)} == {"temperature": 0.6, **cut}
 
 
-class SumOfTokens(torch.nn.Module):  # type: ignore[name-defined,misc]
+class SumOfTokens(torch.nn.Module):
     """A reward model whose reward is the sum of the tokens of a sequence, to which padding (token 0) adds nothing."""
 
     packs = False
@@ -488,7 +485,7 @@ def test_an_evaluation_that_is_written_has_its_pass_at_k(ranks: Ranks, tmp_path:
 
 def start_of_an_external_trainer(
     folder: Path, ranks: Ranks, evaluator: mock.Mock, embeddings: mock.Mock
-) -> tuple[WorkerContext, torch.nn.Module]:  # type: ignore[name-defined]
+) -> tuple[WorkerContext, torch.nn.Module]:
     """Evaluate the model before training."""
     trainer = {"kind": "command", "argv": ["python", "train.py"], "num_steps": 2}
     spec = {"name": "other", "model": {"path": str(folder)}, "trainer": trainer}

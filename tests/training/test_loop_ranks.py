@@ -8,13 +8,11 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 from rlhf_core.errors import BadConfig, EnginesLost, WeightSyncFailed
-
-torch = pytest.importorskip("torch")
-
-from rlhf_core.training import distributed  # noqa: E402
-from rlhf_core.training.types import NullReporter  # noqa: E402
+from rlhf_core.training import distributed
+from rlhf_core.training.types import NullReporter
 
 pytestmark = pytest.mark.training
 

@@ -10,9 +10,6 @@ import pytest
 
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.checkpoint_files import CheckpointManifest, FileChecksum
-
-pytest.importorskip("torch")
-
 from rlhf_core.training.checkpoints.memory import peer_copies, peer_transfer
 from rlhf_core.training.checkpoints.memory.copies import MemoryCopy, MemoryPart, parts_here
 from rlhf_core.training.checkpoints.memory.peer_copies import kept_ranks, rank_on_next_node

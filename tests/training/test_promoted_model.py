@@ -4,7 +4,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import torch
+from huggingface_hub import ModelCard
 from rank_launcher import tiny_spec
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from rlhf_core.launch.model_card import model_card
 from rlhf_core.launch.promote import damage, write_model_directory
@@ -13,17 +16,11 @@ from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.evaluation import EvaluationReport
 from rlhf_core.schemas.promotion import ModelProvenance
 from rlhf_core.schemas.run import RunSpec
-
-torch = pytest.importorskip("torch")
-
-from huggingface_hub import ModelCard  # noqa: E402 - comes with transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig  # noqa: E402
-
-from rlhf_core.training.checkpoints.state import Progress  # noqa: E402
-from rlhf_core.training.checkpoints.writer import CheckpointWriter  # noqa: E402
-from rlhf_core.training.data.tokenizers import build_tokenizer  # noqa: E402
-from rlhf_core.training.distributed import Ranks  # noqa: E402
-from rlhf_core.training.models.causal_lm import build_causal_lm  # noqa: E402
+from rlhf_core.training.checkpoints.state import Progress
+from rlhf_core.training.checkpoints.writer import CheckpointWriter
+from rlhf_core.training.data.tokenizers import build_tokenizer
+from rlhf_core.training.distributed import Ranks
+from rlhf_core.training.models.causal_lm import build_causal_lm
 
 pytestmark = pytest.mark.training
 

@@ -3,14 +3,13 @@
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from rlhf_core.schemas.algorithms.base import AlgorithmSpec  # noqa: E402
-from rlhf_core.schemas.algorithms.preference import DpoSpec, KtoSpec, OrpoSpec, RewardModelSpec  # noqa: E402
-from rlhf_core.schemas.algorithms.supervised import SftSpec  # noqa: E402
-from rlhf_core.training.algorithms import ALGORITHMS  # noqa: E402
-from rlhf_core.training.algorithms.objective import MicroBatch, PolicyOutput, StepSums, select_rows  # noqa: E402
+from rlhf_core.schemas.algorithms.base import AlgorithmSpec
+from rlhf_core.schemas.algorithms.preference import DpoSpec, KtoSpec, OrpoSpec, RewardModelSpec
+from rlhf_core.schemas.algorithms.supervised import SftSpec
+from rlhf_core.training.algorithms import ALGORITHMS
+from rlhf_core.training.algorithms.objective import MicroBatch, PolicyOutput, StepSums, select_rows
 
 pytestmark = pytest.mark.training
 
