@@ -16,6 +16,13 @@ def settings_of(name: str, settings: Mapping[str, Any]) -> Any:
     return specs()[name].model_validate({"name": name, **settings})
 
 
+def sft_loss(logprobs: Tensor, mask: Tensor, num_tokens: float) -> tuple[Tensor, Stats]:
+    """Loss of supervised fine-tuning of one micro-batch, of a step with ``num_tokens`` target tokens."""
+    output, batch = PolicyOutput(logprobs), MicroBatch(mask)
+    found: tuple[Tensor, Stats] = ALGORITHMS["sft"].loss(output, batch, StepSums(num_tokens, 1), settings_of("sft", {}))
+    return found
+
+
 def policy_loss_of(
     name: str,
     logprobs: Tensor,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from core_losses import policy_loss_of
+from core_losses import policy_loss_of, sft_loss
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -17,7 +17,6 @@ from rlhf_core.training.algorithms.grpo import group_advantages, std_of_moments,
 from rlhf_core.training.algorithms.kl import k1, k2, k3
 from rlhf_core.training.algorithms.objective import StepSums
 from rlhf_core.training.algorithms.ppo import value_loss
-from rlhf_core.training.algorithms.sft import sft_loss
 
 pytestmark = pytest.mark.training
 

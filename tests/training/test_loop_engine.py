@@ -53,7 +53,8 @@ def tiny_policy(dtype: str = "float32") -> Any:
 
 def losses(policy: Any, step: int, part: slice, micro_batch_size: int) -> Any:
     """The losses of the micro-batches of a part of the batch, divided by the tokens of the whole batch."""
-    from rlhf_core.training.algorithms.sft import sft_loss
+    from core_losses import sft_loss
+
     from rlhf_core.training.data.batches import collate
 
     prompts, targets = batch_of_step(step)
