@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -10,7 +9,7 @@ import torch.distributed as dist
 
 from rlhf_core.files.private import FILE_MODE
 from rlhf_core.files.whole import write_model
-from rlhf_core.run_dir.checkpoint import CheckpointDir, checksum
+from rlhf_core.run_dir.checkpoint import checksum
 from rlhf_core.schemas.checkpoint_files import FileChecksum
 from rlhf_core.training.checkpoints.memory.copies import (
     PEER,
@@ -27,16 +26,8 @@ CHUNK_BYTES = 64 << 20
 """Chunk size for sending a file to the other nodes, in bytes."""
 
 
-@dataclass(frozen=True)
-class Brought:
-    """Result of collecting a checkpoint in the memory of every node; the same on every rank."""
-
-    checkpoint: CheckpointDir | None
-    """None if a file is damaged or missing on all nodes that had it."""
-    problem: str = ""
-    """Reason for the failure."""
-    num_from_peers: int = 0
-    """Files that were lost or damaged on their own node and restored from its peer's copy."""
+class CopyDamaged(Exception):
+    """A file of a checkpoint in memory is damaged or missing on all nodes that had it; raised by every rank."""
 
 
 class NodeMemory:
@@ -67,8 +58,15 @@ class NodeMemory:
         parts = [MemoryPart.model_validate(part) for of_node in parts_of_ranks for part in of_node]
         return newest_in_memory(parts, self._ranks.num_ranks, hash_of_spec)
 
-    def bring(self, found: MemoryCheckpoint) -> Brought:
-        """Copy all missing files that each node's ranks need into its memory, and verify them. Collective."""
+    def bring(self, found: MemoryCheckpoint) -> int:
+        """Copy all missing files that each node's ranks need into its memory, and verify them. Collective.
+
+        Returns:
+            Number of files that were lost or damaged on their own node and restored from its peer's copy.
+
+        Raises:
+            CopyDamaged: a file is damaged or missing.
+        """
         expected = found.manifest.files
         lacking = self._missing_files(found) if self._is_first_here else {}
         lacking_of = self._ranks.gather(lacking)
@@ -77,19 +75,18 @@ class NodeMemory:
         owners = {name: owner for name in wanted if (owner := _owner(name, offers_of)) is not None}
         without = [f"{name} {reason}" for name, reason in sorted(wanted.items()) if name not in owners]
         if without:
-            return Brought(None, "; ".join(without))
+            raise CopyDamaged("; ".join(without))
         problems = [
             self._send(name, expected[name], owners[name], offers_of[owners[name]][name], receives=name in lacking)
             for name in sorted(wanted)
         ]
         damage = "; ".join(problem for problem in self._ranks.gather("; ".join(filter(None, problems))) if problem)
         if damage:
-            return Brought(None, damage)
+            raise CopyDamaged(damage)
         if self._is_first_here:
             write_model(self._folder / "COMPLETE", found.manifest, FILE_MODE)
         self._ranks.barrier()
-        num_from_peers = sum(offers_of[owner][name] == PEER for name, owner in owners.items())
-        return Brought(CheckpointDir(self._folder, found.manifest.step), num_from_peers=num_from_peers)
+        return sum(offers_of[owner][name] == PEER for name, owner in owners.items())
 
     def _missing_files(self, found: MemoryCheckpoint) -> dict[str, str]:
         """Files that this node's ranks need and that are missing or damaged here, with the reason."""

@@ -8,6 +8,7 @@ that fails or stalls costs only that copy.
 import os
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 from rlhf_core.files.whole import shared_secret
 from rlhf_core.schemas.base import utc_now
@@ -73,15 +74,15 @@ def peer_copies(context: WorkerContext, ranks: Ranks) -> PeerCopies | None:
         ranks.log('checkpoint.memory is "peer", but all ranks are on one node: its newest copy stays there')
         return None
     receiver, key, problem = _receiver(context)
-    hosts = ranks.gather(receiver.address[0] if receiver is not None else "")
-    ports = ranks.gather(receiver.address[1] if receiver is not None else 0)
-    problems = [f"{nodes[rank]}: {found}" for rank, found in enumerate(ranks.gather(problem)) if found]
+    of_ranks: list[list[Any]] = ranks.gather([*(receiver.address if receiver is not None else ("", 0)), problem])
+    problems = [f"{nodes[rank]}: {found}" for rank, (_, _, found) in enumerate(of_ranks) if found]
     if receiver is None or problems:
         ranks.log(f"no copies on other nodes: {'; '.join(problems)}")
         if receiver is not None:
             receiver.close()
         return None
-    return PeerCopies(receiver, (hosts[target], ports[target]), nodes[target], key)
+    host, port, _ = of_ranks[target]
+    return PeerCopies(receiver, (host, port), nodes[target], key)
 
 
 def rank_on_next_node(nodes: Sequence[str], rank: int) -> int | None:

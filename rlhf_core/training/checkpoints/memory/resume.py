@@ -10,7 +10,7 @@ from rlhf_core.schemas.reports import Phase
 from rlhf_core.training.checkpoints.background_save import write_files
 from rlhf_core.training.checkpoints.direct_save import together
 from rlhf_core.training.checkpoints.memory.copies import MemoryCheckpoint
-from rlhf_core.training.checkpoints.memory.nodes import NodeMemory
+from rlhf_core.training.checkpoints.memory.nodes import CopyDamaged, NodeMemory
 from rlhf_core.training.checkpoints.saving import CheckpointPublication
 from rlhf_core.training.checkpoints.soundness import spec_hash
 from rlhf_core.training.distributed import Ranks
@@ -47,21 +47,17 @@ def memory_checkpoint(context: WorkerContext, ranks: Ranks, on_disk: int | None)
     if found is None or reason:
         _log_and_record(context, ranks, f"resuming from files: {reason}")
         return None
-    brought = memory.bring(found)
-    checkpoint = brought.checkpoint
-    if checkpoint is None:
-        _log_and_record(
-            context,
-            ranks,
-            f"resuming from files: the copy of step {found.manifest.step} in memory is damaged: {brought.problem}",
-        )
+    step = found.manifest.step
+    try:
+        num_from_peers = memory.bring(found)
+    except CopyDamaged as damage:
+        _log_and_record(context, ranks, f"resuming from files: the copy of step {step} in memory is damaged: {damage}")
         return None
-    if on_disk is None or found.manifest.step > on_disk:
+    checkpoint = CheckpointDir(context.memory, step)
+    if on_disk is None or step > on_disk:
         _bring_to_disk(context, ranks, found, checkpoint, beat)
-    from_peers = f"; files from peer nodes: {brought.num_from_peers}" if brought.num_from_peers else ""
-    _log_and_record(
-        context, ranks, f"resuming from the copy of step {checkpoint.step} in the memory of the nodes{from_peers}"
-    )
+    from_peers = f"; files from peer nodes: {num_from_peers}" if num_from_peers else ""
+    _log_and_record(context, ranks, f"resuming from the copy of step {step} in the memory of the nodes{from_peers}")
     return checkpoint
 
 
