@@ -34,7 +34,7 @@ from rlhf_core.training.models.adapters import base_of, is_adapter, merged
 from rlhf_core.training.models.gathering import most_on_any_rank, whole_shape
 from rlhf_core.training.models.lean_layers import use_lean_layers
 from rlhf_core.training.models.loaded_weights import load_whole
-from rlhf_core.training.models.packing import can_pack, hidden_of_targets, require_shared_rows, values_of_targets
+from rlhf_core.training.models.packing import can_pack, hidden_of_targets, values_of_targets
 from rlhf_core.training.models.token_logprobs import token_logprobs
 from rlhf_core.training.types import Row
 
@@ -322,9 +322,7 @@ class PolicyModel(nn.Module):
         """
         with in_evaluation_mode(self.causal_lm):  # the dropout of an adapter differs from pass to pass
             # First: if a pass fails midway, those of the head let go of the weights that it has gathered.
-            self.packs = can_pack(self.causal_lm)
-            if self.sequence is not None:
-                require_shared_rows(self.causal_lm, self.sequence, packs=self.packs)
+            self.packs = can_pack(self.causal_lm, self.sequence)
             self._check_head()
 
     def forward(

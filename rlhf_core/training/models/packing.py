@@ -170,12 +170,25 @@ def values_of_targets(values: Tensor, own_mask: Tensor, group: SequenceGroup | N
     return placed if group is None else whole(placed, group)
 
 
-def can_pack(model: PreTrainedModel) -> bool:
+def can_pack(model: PreTrainedModel, group: SequenceGroup | None = None) -> bool:
     """True if ``model`` yields the same states packed as padded; afterwards it can be called both ways.
 
     Models with sliding windows, with recurrent states, or whose attention implementation transformers cannot replace
     are not packed.
+
+    Args:
+        group: ranks that share the tokens of its passes, and make one that shares them here. Collective.
+
+    Raises:
+        BadConfig: its tokens cannot be shared; raised by every rank of the group.
     """
+    packs = _packs_alone(model)
+    if group is not None:
+        _require_shared_rows(model, group, packs=packs)
+    return packs
+
+
+def _packs_alone(model: PreTrainedModel) -> bool:
     config: Any = model.config
     layers: Any = config.get_text_config()  # models that also read images keep it apart
     kinds = set(getattr(layers, "layer_types", None) or ["full_attention"])
@@ -210,15 +223,7 @@ def agrees(body: nn.Module, device: torch.device, group: SequenceGroup | None = 
     return torch.allclose(found, padded, rtol=1e-2, atol=1e-2 * float(padded.abs().max()))
 
 
-def require_shared_rows(model: PreTrainedModel, group: SequenceGroup, *, packs: bool) -> None:
-    """Refuse a model whose tokens the ranks of a group cannot share, after a pass in which they do. Collective.
-
-    Args:
-        packs: result of :func:`can_pack`.
-
-    Raises:
-        BadConfig: raised by every rank.
-    """
+def _require_shared_rows(model: PreTrainedModel, group: SequenceGroup, *, packs: bool) -> None:
     config: Any = model.config
     problem = "mixes tokens in other ways than full attention, or its attention cannot be replaced"
     if packs:

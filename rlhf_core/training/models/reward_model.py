@@ -14,7 +14,7 @@ from rlhf_core.training.models.adapters import base_of, is_adapter, merged
 from rlhf_core.training.models.causal_lm import dropout_free_config, in_evaluation_mode
 from rlhf_core.training.models.lean_layers import use_lean_layers
 from rlhf_core.training.models.loaded_weights import load_whole
-from rlhf_core.training.models.packing import can_pack, hidden_of_targets, require_shared_rows, values_of_targets
+from rlhf_core.training.models.packing import can_pack, hidden_of_targets, values_of_targets
 
 
 def load_reward_model(
@@ -100,8 +100,7 @@ class RewardModel(nn.Module):
         """
         if self.sequence is not None:
             with in_evaluation_mode(self.classifier):
-                self.packs = can_pack(self.classifier)
-                require_shared_rows(self.classifier, self.sequence, packs=self.packs)
+                self.packs = can_pack(self.classifier, self.sequence)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Compute the reward of each sequence at its last non-padding token, as transformers does.

@@ -23,7 +23,7 @@ from rlhf_core.training.data.batches import SequenceBatch
 from rlhf_core.training.distributed import SequenceGroup
 from rlhf_core.training.models.adapters import add_adapter
 from rlhf_core.training.models.causal_lm import in_evaluation_mode
-from rlhf_core.training.models.packing import can_pack, hidden_of_targets, require_shared_rows, values_of_targets
+from rlhf_core.training.models.packing import can_pack, hidden_of_targets, values_of_targets
 from rlhf_core.training.trainers.context import Loop
 from rlhf_core.training.trainers.engine import Engine, learning_rate
 
@@ -55,9 +55,7 @@ class ValueModel(nn.Module):
             BadConfig: its tokens cannot be shared.
         """
         with in_evaluation_mode(self.layers):
-            self._packs = can_pack(self.layers)
-            if self.sequence is not None:
-                require_shared_rows(self.layers, self.sequence, packs=self._packs)
+            self._packs = can_pack(self.layers, self.sequence)
 
     def forward(self, input_ids: Tensor, target_mask: Tensor) -> Tensor:
         """Compute the value before each token.
