@@ -25,9 +25,9 @@ from rlhf_core.training.algorithms.advantages import (
 from rlhf_core.training.algorithms.objective import SampledBatch, StepSums
 from rlhf_core.training.algorithms.ppo import value_loss
 from rlhf_core.training.algorithms.surrogate import clipped_surrogate, mean_ratio, mismatch_weights, sequence_ratio
-from rlhf_core.training.trainers.minibatches import divide
 from rlhf_core.training.trainers.ppo import explained_variance
 from rlhf_core.training.trainers.sampling import select_groups
+from rlhf_core.training.trainers.updates import divide
 
 pytestmark = pytest.mark.training
 

@@ -3,7 +3,6 @@
 A step is one batch of completions, however many updates it is used for (``updates.py``).
 """
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ from rlhf_core.training.trainers.engine import Engine
 from rlhf_core.training.trainers.ppo import Critic
 from rlhf_core.training.trainers.sampling import Rollout, StepSampler
 from rlhf_core.training.trainers.shared_batches import of_replica
-from rlhf_core.training.trainers.source_metrics import add_rewards, add_shares
+from rlhf_core.training.trainers.source_metrics import add_shares
 from rlhf_core.training.trainers.step import Totals, TrainingStep
 from rlhf_core.training.trainers.updates import PolicyUpdates
 
@@ -134,10 +133,9 @@ def _add_rollout_metrics(metrics: StepMetrics, rollout: Rollout) -> None:
 def _add_source_metrics(metrics: StepMetrics, names: Sequence[str], rollout: Rollout) -> None:
     """Add the share and the mean reward of each source of a mixture."""
     add_shares(metrics, names, [prompt.row for prompt in rollout.prompts])
-    rewards: dict[str, list[float]] = defaultdict(list)
-    for prompt, of_prompt in zip(rollout.prompts, rollout.rewards.tolist(), strict=True):
-        rewards[prompt.row.source] += of_prompt
-    add_rewards(metrics, names, rewards)
+    for name in names:
+        of_source = rollout.rewards[[prompt.row.source == name for prompt in rollout.prompts]].flatten().tolist()
+        metrics.mean(f"reward/mean/{name}", sum(of_source), len(of_source))
 
 
 def _add_turn_metrics(metrics: StepMetrics, rollout: Rollout) -> None:

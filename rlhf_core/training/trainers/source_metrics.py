@@ -1,6 +1,6 @@
 """Metrics of each source of a mixture (``data.sources``): those of the step, with the name of the source behind."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -53,14 +53,3 @@ def add_shares(metrics: StepMetrics, names: Sequence[str], rows: Sequence[Row]) 
     """Add the share of each source in the rows of a step."""
     for name in names:
         metrics.mean(f"data/share/{name}", sum(row.source == name for row in rows), len(rows))
-
-
-def add_rewards(metrics: StepMetrics, names: Sequence[str], rewards: Mapping[str, Sequence[float]]) -> None:
-    """Add the mean reward of each source.
-
-    Args:
-        rewards: rewards of this rank's completions, by source.
-    """
-    for name in names:
-        of_source = rewards.get(name, ())
-        metrics.mean(f"reward/mean/{name}", sum(of_source), len(of_source))

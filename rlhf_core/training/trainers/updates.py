@@ -9,6 +9,8 @@ empty ones.
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
 
 import torch
 from torch import Tensor
@@ -23,7 +25,6 @@ from rlhf_core.training.data.micro_batches import evened, micro_batches
 from rlhf_core.training.models.causal_lm import PolicyModel
 from rlhf_core.training.trainers.context import Loop, TrainingContext
 from rlhf_core.training.trainers.engine import Engine
-from rlhf_core.training.trainers.minibatches import divide
 from rlhf_core.training.trainers.ppo import Critic, explained_variance
 from rlhf_core.training.trainers.step import Totals, TrainingStep
 from rlhf_core.training.types import Completion
@@ -294,3 +295,32 @@ class PolicyUpdates:
 
 def _index(part: Sequence[int]) -> Tensor:
     return torch.tensor(list(part), dtype=torch.int64)
+
+
+def divide(places: Sequence[int], num_minibatches: int, *words: object) -> list[list[int]]:
+    """Divide a rank's completions into the minibatches of one pass, as lists of indices.
+
+    Consecutive completions go to different minibatches, in an order redrawn for each round: every minibatch holds
+    equally many completions of each group, and the division does not depend on which rank has which completion.
+
+    Args:
+        places: index of each of the rank's completions among those of the whole step, over all ranks.
+        num_minibatches: minibatches per pass.
+        words: seed of the run, step and pass, which determine the order.
+
+    Returns:
+        One list per minibatch; some are empty if the rank has fewer completions than minibatches.
+    """
+    parts: list[list[int]] = [[] for _ in range(num_minibatches)]
+    for index, place in enumerate(places):
+        turn, within = divmod(place, num_minibatches)
+        parts[_order(num_minibatches, *words, turn)[within]].append(index)
+    return parts
+
+
+@lru_cache(maxsize=8)
+def _order(num_minibatches: int, *words: object) -> list[int]:
+    """Permutation of the minibatches that depends only on ``words``, on every machine and Python version."""
+    text = "|".join(map(str, words))
+    keys = [blake2b(f"{text}|{part}".encode(), digest_size=8).digest() for part in range(num_minibatches)]
+    return sorted(range(num_minibatches), key=keys.__getitem__)

@@ -20,9 +20,9 @@ from rlhf_core.schemas.algorithms import specs
 from rlhf_core.schemas.algorithms.base import AlgorithmSpec
 from rlhf_core.training.algorithms import ALGORITHMS
 from rlhf_core.training.algorithms.advantages import moments, whitened_sequences
-from rlhf_core.training.algorithms.objective import MicroBatch, PolicyOutput, SampledBatch, StepSums
+from rlhf_core.training.algorithms.objective import MicroBatch, SampledBatch, StepSums
 from rlhf_core.training.data.batches import SequenceBatch, collate
-from rlhf_core.training.data.examples import Example, make_batch, score_batch, step_sums
+from rlhf_core.training.data.examples import Example, make_batch, score_batch, scored, step_sums
 from rlhf_core.training.models.causal_lm import PolicyModel
 from rlhf_core.training.models.reward_model import RewardModel
 from rlhf_core.training.trainers.step import Totals
@@ -192,7 +192,14 @@ def _sampled(case: Case, spec: AlgorithmSpec, given: Mapping[str, Any], micro_ba
         prompts, completions = ([given[name][i] for i in part] for name in ("prompts", "completions"))
         sequences = collate(prompts, completions, PAD, learned=[flags[i] for i in part])
         loss, stats = objective.loss(
-            _forward(sequences, spec, TEMPERATURE),
+            scored(
+                policy,
+                model("reference") if spec.reference else None,
+                sequences.input_ids,
+                sequences.target_mask,
+                TEMPERATURE,
+                entropy_gradient=spec.entropy_in_loss,
+            )[0],
             MicroBatch(
                 sequences.place(batch.trained[part][mask[part]]),
                 advantages=sequences.place(advantages[part][mask[part]]),
@@ -252,16 +259,6 @@ def _placed(rows: Tensor | None, part: list[int], mask: Tensor, sequences: Seque
 def _means(totals: Totals) -> dict[str, float]:
     found = {theirs: totals.read(name) for theirs, name in METRICS.items() if name in totals}
     return {name: total / count for name, (total, count) in found.items()}
-
-
-def _forward(batch: SequenceBatch, spec: AlgorithmSpec, temperature: float) -> PolicyOutput:
-    inputs = {"target_mask": batch.target_mask, "temperature": temperature}
-    logprobs, entropy = model("policy")(batch.input_ids, **inputs, entropy_gradient=spec.entropy_in_loss)
-    ref_logprobs = None
-    if spec.reference:
-        with torch.no_grad():
-            ref_logprobs, _ = model("reference")(batch.input_ids, **inputs)
-    return PolicyOutput(logprobs, ref_logprobs, entropy=entropy)
 
 
 def _parts(rows: int, micro_batch: int) -> Sequence[list[int]]:
