@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import site
 from collections import defaultdict
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from multiprocessing.forkserver import ForkServer
@@ -43,5 +44,6 @@ def content_report(spec: Path, code: Path) -> ContentReport:
     """
     from rlhf_core.training.probes.content import check_content
 
-    with fork_server().Pool(1, site.addsitedir, (str(code),)) as pool:
-        return pool.apply(check_content, (spec,))
+    # Not a pool of multiprocessing, whose processes may have no children: reward functions are tried in some.
+    with ProcessPoolExecutor(1, fork_server(), site.addsitedir, (str(code),)) as pool:
+        return pool.submit(check_content, spec).result()

@@ -6,13 +6,14 @@ it only until a deadline. Does not import torch; the process must not have start
 
 import contextlib
 import inspect
+import multiprocessing
 import os
 import resource
-import select
 import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ NUM_ROWS = 4
 
 NONSENSE = ("", "I do not know.")
 """Completions that are right for no row; empty ones occur in every training."""
+
+_FORK = multiprocessing.get_context("fork")
 
 
 def try_rewards(
@@ -81,46 +84,31 @@ def completions_for(rows: Sequence[Row]) -> tuple[list[Row], list[str], list[boo
 
 
 def _try_in_fork(path: str, rows: Sequence[Row], conversations: Conversations, timeout_s: float) -> RewardTrial:
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(reading)
-        _child(path, rows, conversations, writing, timeout_s)
-    os.close(writing)
+    reading, writing = _FORK.Pipe(duplex=False)
+    process = _FORK.Process(target=_child, args=(path, rows, conversations, writing, timeout_s))
+    process.start()
+    assert process.pid is not None
+    writing.close()
+    response: bytes | None = None
     try:
-        response = _read_line(reading, time.monotonic() + timeout_s)
+        # One message, not all until the end: a process left running by the function keeps the pipe open.
+        if reading.poll(timeout_s):
+            response = reading.recv_bytes()
+    except EOFError:
+        response = b""
     finally:
-        os.close(reading)
+        reading.close()
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, signal.SIGKILL)  # its descendants belong to its group
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        status = os.waitpid(pid, 0)[1]
+            os.killpg(process.pid, signal.SIGKILL)  # its descendants belong to its group
+        process.kill()
+        process.join()
     if response is None:
         message = f"no response within {timeout_s:.0f} s"
         return RewardTrial(function=path, problem=TrialProblem.TIMEOUT, message=message)
     if not response:
-        message = _exit_message(os.waitstatus_to_exitcode(status))
+        message = _exit_message(process.exitcode or 0)
         return RewardTrial(function=path, problem=TrialProblem.DIED, message=message)
     return RewardTrial.model_validate_json(response)
-
-
-def _read_line(reading: int, deadline: float) -> bytes | None:
-    """Read a line from a pipe; empty if the other end is closed first, None on timeout.
-
-    Reads a line rather than to the end, because a process left running by the function keeps the pipe open.
-    """
-    found = b""
-    while (remaining_s := deadline - time.monotonic()) > 0:
-        if not select.select([reading], [], [], remaining_s)[0]:
-            return None
-        part = os.read(reading, 65536)
-        if not part:
-            return b""
-        found += part
-        if found.endswith(b"\n"):
-            return found
-    return None
 
 
 def _exit_message(code: int) -> str:
@@ -130,7 +118,7 @@ def _exit_message(code: int) -> str:
     return f"its process ended with exit code {code}"
 
 
-def _child(path: str, rows: Sequence[Row], conversations: Conversations, writing: int, timeout_s: float) -> None:
+def _child(path: str, rows: Sequence[Row], conversations: Conversations, writing: Connection, timeout_s: float) -> None:
     """Run the trial in the forked child. Never returns."""
     code = 1
     try:
@@ -142,7 +130,7 @@ def _child(path: str, rows: Sequence[Row], conversations: Conversations, writing
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         deadline = time.monotonic() + timeout_s
         trial = _try_function(path, rows, conversations, deadline)
-        os.write(writing, trial.model_dump_json().encode() + b"\n")
+        writing.send_bytes(trial.model_dump_json().encode())
         code = 0
     finally:
         sys.stderr.flush()
