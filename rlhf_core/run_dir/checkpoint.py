@@ -1,7 +1,7 @@
 """Folder of one checkpoint: paths, manifest and checksums."""
 
 import hashlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,6 +69,21 @@ class CheckpointDir:
         remove_tree(self.root)  # an older one of the same step, if training was rolled back
         self.partial.root.rename(self.root)
         bring_to_disk(self.root.parent)
+
+    def checksums(self, paths: Iterable[Path], beat: Callable[[], None]) -> dict[str, FileChecksum]:
+        """Bring files of this checkpoint to disk, and return their checksums by name.
+
+        Args:
+            beat: called after every piece.
+
+        Raises:
+            OSError: a file cannot be synced or read.
+        """
+        found = {}
+        for path in paths:
+            bring_to_disk(path)
+            found[path.relative_to(self.root).as_posix()] = checksum(path, beat)
+        return found
 
     def damage(self, beat: Callable[[], None] = lambda: None, names: Collection[str] | None = None) -> list[str]:
         """Problems of the files, by size and hash; empty for an intact checkpoint. Reads every byte of these files.

@@ -250,7 +250,7 @@ def test_what_an_interrupted_save_left_is_cleared_away(run_dir: RunDir, ranks: R
 MOMENTS: dict[bool, list[tuple[Any, str]]] = {
     False: [
         (direct_save, "write_tensors"),
-        (direct_save, "checksum"),
+        (checkpoint_dir, "checksum"),
         (checkpoint_dir, "write_model"),
         (checkpoint_dir, "remove_tree"),
     ],

@@ -3,16 +3,15 @@
 For snapshots that do not fit into main memory, and for weights whose form on disk differs from that in memory.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import SAFE_WEIGHTS_NAME
 
-from rlhf_core.files.reading import bring_to_disk
 from rlhf_core.files.whole import comes_from_full_disk, remove_tree
-from rlhf_core.run_dir.checkpoint import CheckpointDir, checksum
+from rlhf_core.run_dir.checkpoint import CheckpointDir
 from rlhf_core.schemas.checkpoint_files import CheckpointManifest, FileChecksum
 from rlhf_core.survival import Survived
 from rlhf_core.training.checkpoints.saving import CheckpointPart, CheckpointPublication
@@ -60,7 +59,7 @@ class DirectSave:
         written += self._together(part, lambda: self._write_model(part))
         if part.critic is not None:
             written += self._together(part, lambda: self._write_critic(part))
-        checksums = self._together(part, lambda: self._checksums(part, written))
+        checksums = self._together(part, lambda: part.checkpoint.partial.checksums(written, self._beat))
         parts = self._ranks.gather({name: found.model_dump() for name, found in checksums.items()})
         files = {name: FileChecksum.model_validate(found) for one in parts for name, found in one.items()}
         manifest = self._publication.manifest(part.progress, files)
@@ -100,13 +99,6 @@ class DirectSave:
         with self._ranks.collective():
             save_weights(part.critic, path, self._ranks.is_first, self._beat)
         return [path] if self._ranks.is_first else []
-
-    def _checksums(self, part: CheckpointPart, written: Sequence[Path]) -> dict[str, FileChecksum]:
-        checksums = {}
-        for path in written:
-            bring_to_disk(path)
-            checksums[path.relative_to(part.checkpoint.partial.root).as_posix()] = checksum(path, self._beat)
-        return checksums
 
     def _together(self, part: CheckpointPart, work: Callable[[], Result]) -> Result:
         return together(self._ranks, self._publication, part.checkpoint, work)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_core.errors import DiskFull, WorkerError
 from rlhf_core.files.reading import bring_to_disk
 from rlhf_core.files.whole import comes_from_full_disk, remove_tree
-from rlhf_core.run_dir.checkpoint import ADAPTER_OF_MERGED, ADAPTER_WEIGHTS, BASE_RECORD, CheckpointDir, checksum
+from rlhf_core.run_dir.checkpoint import ADAPTER_OF_MERGED, ADAPTER_WEIGHTS, BASE_RECORD, CheckpointDir
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.checkpoint_files import CheckpointManifest
 from rlhf_core.training.models.adapters import ADAPTER_CONFIG
@@ -70,10 +70,7 @@ def _written(
         shutil.copyfile(checkpoint.model / name, adapter / name)
     save_model(model, partial.model, is_first=True, beat=beat)
     tokenizer.save_pretrained(partial.model)
-    files = {}
-    for path in sorted(path for path in partial.model.rglob("*") if path.is_file()):
-        bring_to_disk(path)
-        files[path.relative_to(partial.root).as_posix()] = checksum(path, beat)
+    files = partial.checksums(sorted(path for path in partial.model.rglob("*") if path.is_file()), beat)
     for folder in (adapter, partial.model):
         bring_to_disk(folder)
     return manifest.model_copy(update={"files": files})

@@ -145,12 +145,13 @@ def load_shares(own: Iterable[Piece], state: Any, shares: Iterable[dict[str, Any
     Raises:
         CheckpointCorrupt: the shares together are incomplete.
     """
-    wanted = {piece.name: _Assembly(piece.to_be_loaded()) for piece in own}
+    wanted = {piece.name: piece.to_be_loaded() for piece in own}
+    left = {name: piece.weights.numel() for name, piece in wanted.items()}
     missing = set(wanted)
     for share in shares:
         for name in sorted(missing & share["parts"].keys()):
-            wanted[name].take(state, share["step"], share["parts"][name])
-        missing = {name for name in missing if not wanted[name].complete}
+            left[name] -= _take(wanted[name], state, share["step"], share["parts"][name])
+        missing = {name for name in missing if left[name]}
         if not missing:
             return
     raise CheckpointCorrupt(
@@ -159,31 +160,21 @@ def load_shares(own: Iterable[Piece], state: Any, shares: Iterable[dict[str, Any
     )
 
 
-class _Assembly:
-    """A piece being assembled from saved parts."""
-
-    def __init__(self, piece: Piece) -> None:
-        self._piece = piece
-        self._taken = 0
-
-    @property
-    def complete(self) -> bool:
-        return self._taken == self._piece.weights.numel()
-
-    def take(self, state: Any, step: float, part: dict[str, Any]) -> None:
-        """Copy the overlap with a saved part. Parts of different ranks do not overlap each other."""
-        piece = self._piece
-        start, end = max(piece.start, part["start"]), min(piece.end, part["start"] + part["weight"].numel())
-        if start >= end:
-            return
-        targets = {"weight": piece.weights}
-        if part.keys() >= set(_MOMENTS):
-            own = _moments(state, piece.key, step)
-            targets |= {name: piece.of(own[name]) for name in _MOMENTS}
-        for name, target in targets.items():
-            saved = part[name][start - part["start"] : end - part["start"]]
-            target[start - piece.start : end - piece.start].copy_(saved)
-        self._taken += end - start
+def _take(piece: Piece, state: Any, step: float, part: dict[str, Any]) -> int:
+    """Copy the overlap of a piece with a saved part; returns its number of elements. Parts of different ranks do not
+    overlap each other."""
+    start: int = max(piece.start, part["start"])
+    end: int = min(piece.end, part["start"] + part["weight"].numel())
+    if start >= end:
+        return 0
+    targets = {"weight": piece.weights}
+    if part.keys() >= set(_MOMENTS):
+        own = _moments(state, piece.key, step)
+        targets |= {name: piece.of(own[name]) for name in _MOMENTS}
+    for name, target in targets.items():
+        saved = part[name][start - part["start"] : end - part["start"]]
+        target[start - piece.start : end - piece.start].copy_(saved)
+    return end - start
 
 
 def _moments(state: Any, key: Tensor, step: float) -> dict[str, Tensor]:
