@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -30,6 +30,15 @@ def ranks() -> "Iterator[Ranks]":
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield Ranks(0, 1, torch.device("cpu"), NullReporter(), store)
     torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest, folder: Path) -> list[dict[str, Any]]:
+    """Results of two ranks in the runs of a test module (its function ``runs_of``)."""
+    from rank_launcher import every_scenario, launch, values
+
+    module = request.module.__name__
+    return values(launch(every_scenario, 2, folder / "launch", folder=str(folder), module=module))
 
 
 @pytest.fixture(scope="module")

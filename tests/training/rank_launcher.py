@@ -154,6 +154,12 @@ def values(results: list[RankResult]) -> list[Any]:
     return [result.value for result in results]
 
 
+def of_one_rank(scenario: Any, folder: Path) -> Any:
+    """Result of a scenario on one rank, which gets the folder of the runs of a module."""
+    (found,) = values(launch(scenario, 1, folder / f"{scenario.__name__}-launch", folder=str(folder)))
+    return found
+
+
 def _result(scratch: Path, rank: int, exit_code: int) -> RankResult:
     path = scratch / f"result-{rank}.json"
     content: Any = json.loads(path.read_text()) if path.exists() else {"value": None, "error": "(killed)"}

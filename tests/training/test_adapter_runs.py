@@ -9,7 +9,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from rank_launcher import ONE_LAYER, TINY_MODEL, TrainingGroup, every_scenario, launch, make_context, tiny_spec, values
+from rank_launcher import (
+    ONE_LAYER,
+    TINY_MODEL,
+    TrainingGroup,
+    make_context,
+    of_one_rank,
+    tiny_spec,
+)
 from safetensors.torch import load_file
 from test_loop_runs import final_state, metrics_of
 from test_preference_runs import IPO, RANKER, WARM, report, spec_of
@@ -155,15 +162,8 @@ def on_one_rank(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def results(folder: Path) -> list[dict[str, Any]]:
-    return values(launch(every_scenario, 2, folder / "launch", folder=str(folder), module=__name__))
-
-
-@pytest.fixture(scope="module")
-def alone(results: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
-    (found,) = values(launch(on_one_rank, 1, folder / "one-launch", folder=str(folder)))
-    answers: dict[str, Any] = found
-    return answers
+def one_rank(results: list[dict[str, Any]], folder: Path) -> Any:
+    return of_one_rank(on_one_rank, folder)
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -228,8 +228,8 @@ def test_an_adapter_on_another_base_model_is_refused(results: list[dict[str, Any
         assert "model.safetensors differ by their fingerprints" in result["other base"]
 
 
-def test_one_rank_goes_on_with_what_two_began(alone: dict[str, Any], folder: Path) -> None:
-    assert alone["for-one"] == "done"
+def test_one_rank_goes_on_with_what_two_began(one_rank: dict[str, Any], folder: Path) -> None:
+    assert one_rank["for-one"] == "done"
     straight = metrics_of(folder, "stage-1")
     lines = metrics_of(folder, "for-one", restart=1)
     assert set(lines) == {LAST - 1, LAST}
@@ -239,13 +239,13 @@ def test_one_rank_goes_on_with_what_two_began(alone: dict[str, Any], folder: Pat
 
 
 @pytest.mark.parametrize(("name", "kind"), [("grpo", "CausalLM"), ("ranker", "SequenceClassification")])
-def test_what_is_promoted_is_whole(alone: dict[str, Any], folder: Path, name: str, kind: str) -> None:
+def test_what_is_promoted_is_whole(one_rank: dict[str, Any], folder: Path, name: str, kind: str) -> None:
     """The model that was evaluated, with the adapter beside it; and nothing where they do not fit each other."""
     import peft
     import torch
     import transformers
 
-    assert alone[name] == "done"
+    assert one_rank[name] == "done"
     run_dir = RunDir(folder / name)
     spec = RunSpec.model_validate(RUNS[name])
     source, target = model_source(run_dir, LAST), folder / "promoted" / name
@@ -265,16 +265,16 @@ def test_what_is_promoted_is_whole(alone: dict[str, Any], folder: Path, name: st
         model_source(mixed, LAST)
 
 
-def test_a_merged_model_is_written_as_a_checkpoint_with_signs_of_life(alone: dict[str, Any]) -> None:
+def test_a_merged_model_is_written_as_a_checkpoint_with_signs_of_life(one_rank: dict[str, Any]) -> None:
     """Its weights take minutes: the silence that an evaluation may keep would judge the evaluator hung."""
-    phases, numbers = zip(*alone["beats"], strict=True)
+    phases, numbers = zip(*one_rank["beats"], strict=True)
     assert len(numbers) > 2
     assert set(phases) == {Phase.CHECKPOINT}
     assert all(before < after for before, after in itertools.pairwise(numbers))
 
 
-def test_a_reference_of_another_step_is_evaluated_against(alone: dict[str, Any], folder: Path) -> None:
-    assert alone["warm"] == "done"
+def test_a_reference_of_another_step_is_evaluated_against(one_rank: dict[str, Any], folder: Path) -> None:
+    assert one_rank["warm"] == "done"
     assert report(folder, "warm", "before", "preference").value == 0.5, "every pair is a tie with its own reference"
     assert report(folder, "warm", "after", "preference").value != 0.5
 

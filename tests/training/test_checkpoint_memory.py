@@ -12,6 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from made_reports import checkpoint_manifest
 from rank_launcher import flip_last_bit, launch, make_context, tiny_spec, values
 from test_loop_online import spec_of
 from test_loop_runs import SUPERVISED, final_state, metrics_of
@@ -19,8 +20,7 @@ from test_loop_runs import SUPERVISED, final_state, metrics_of
 from rlhf_core.files.appended import read_models
 from rlhf_core.run_dir.checkpoint import CheckpointDir
 from rlhf_core.run_dir.run import RunDir
-from rlhf_core.schemas.base import utc_now
-from rlhf_core.schemas.checkpoint_files import CheckpointManifest, FileChecksum
+from rlhf_core.schemas.checkpoint_files import FileChecksum
 from rlhf_core.schemas.reports import AgentEvent
 from rlhf_core.training.checkpoints.memory import resume as memory_resume
 from rlhf_core.training.checkpoints.memory.copies import MemoryPart, newest_in_memory
@@ -203,15 +203,7 @@ def events(folder: Path, name: str) -> list[AgentEvent]:
 def part(rank: int, step: int = 4, save: str = "a", num_ranks: int = 2, spec_hash: str = "spec") -> MemoryPart:
     names = [f"trainer_state/rank-{rank:05d}.safetensors", *(["model/config.json"] if rank == 0 else [])]
     files = {name: FileChecksum(bytes=1, sha256="0" * 64) for name in names}
-    manifest = CheckpointManifest(
-        step=step,
-        loop="sft",
-        loop_finished=False,
-        num_ranks=num_ranks,
-        spec_hash=spec_hash,
-        files=files,
-        time=utc_now(),
-    )
+    manifest = checkpoint_manifest(step, num_ranks=num_ranks, spec_hash=spec_hash, files=files)
     return MemoryPart(save=save, attempt=1, rank=rank, manifest=manifest)
 
 

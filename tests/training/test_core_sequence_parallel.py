@@ -359,17 +359,21 @@ REFUSED: dict[str, tuple[dict[str, JsonValue], int, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_model_whose_tokens_cannot_be_shared_is_refused(name: str) -> None:
-    config, size, reason = REFUSED[name]
-    built = tiny_model(config)
+def refusals(built: PreTrainedModel, size: int) -> list[str]:
+    """Messages with which the ranks of one group refuse to share the tokens of a model."""
 
     def refusal(group: SequenceGroup | None) -> str:
         with pytest.raises(BadConfig) as refused:
             PolicyModel(copy.deepcopy(built), sequence=group)
         return str(refused.value)
 
-    for message in in_groups(size, refusal):
+    return in_groups(size, refusal)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_whose_tokens_cannot_be_shared_is_refused(name: str) -> None:
+    config, size, reason = REFUSED[name]
+    for message in refusals(tiny_model(config), size):
         assert f"found trainer.sequence_parallel = {size}" in message
         assert reason in message
 
@@ -382,14 +386,8 @@ def test_negative_control_a_pass_that_exchanges_nothing_is_refused() -> None:
         return tuple(part[:, :heads].repeat(1, 1, group.size, 1) for part in (query, key, value))
 
     built = model(config={**WIDE, "num_key_value_heads": 4})
-
-    def refusal(group: SequenceGroup | None) -> str:
-        with pytest.raises(BadConfig) as refused:
-            PolicyModel(copy.deepcopy(built), sequence=group)
-        return str(refused.value)
-
     with mock.patch.object(packing, "to_heads", apart):
-        for message in in_groups(2, refusal):
+        for message in refusals(built, 2):
             assert "gives other results if ranks share its tokens" in message
 
 

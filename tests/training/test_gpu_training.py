@@ -7,7 +7,7 @@ import pytest
 import torch
 from core_models import QWEN, tiny_model
 from pydantic import JsonValue
-from rank_launcher import launch, tiny_spec, training_group, values
+from rank_launcher import of_one_rank, tiny_spec, training_group
 from test_loop_runs import Interrupting, final_state, interrupt, metrics_of
 
 from rlhf_core.schemas.reports import Phase
@@ -127,9 +127,8 @@ def every_run(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def results(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = values(launch(every_run, 1, folder / "launch", folder=str(folder)))[0]
-    return found
+def results(folder: Path) -> Any:
+    return of_one_rank(every_run, folder)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

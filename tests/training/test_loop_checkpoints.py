@@ -20,6 +20,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from made_reports import checkpoint_manifest
 from rank_launcher import flip_last_bit, make_context, tiny_spec
 from small_disk import small_disk
 
@@ -30,8 +31,6 @@ from rlhf_core.files.whole import write_model
 from rlhf_core.run_dir import checkpoint as checkpoint_dir
 from rlhf_core.run_dir.checkpoint import CheckpointDir, checksum
 from rlhf_core.run_dir.run import RunDir
-from rlhf_core.schemas.base import utc_now
-from rlhf_core.schemas.checkpoint_files import CheckpointManifest
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.schemas.resources import Placement
 from rlhf_core.schemas.run import RunSpec
@@ -388,12 +387,7 @@ def test_with_as_many_ranks_each_reads_its_own_completions_in_flight(
         state = {"progress": progress(4).model_dump(mode="json"), "random": None, "in_flight": [{"step": rank}]}
         tensors, metadata = tensor_files.flattened(state)
         tensor_files.write_tensors(state_file(checkpoint, rank), tensors, metadata, lambda: None)
-    write_model(
-        checkpoint.complete,
-        CheckpointManifest(
-            step=4, loop="grpo", loop_finished=False, num_ranks=2, spec_hash="", files={}, time=utc_now()
-        ),
-    )
+    write_model(checkpoint.complete, checkpoint_manifest(4, num_ranks=2))
     loaded = load_trainer_state(checkpoint, dataclasses.replace(ranks, rank=1, num_ranks=num_ranks))
     assert [share["step"] for share in loaded.in_flight] == found
 

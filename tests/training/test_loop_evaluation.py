@@ -13,7 +13,7 @@ import torch
 from core_models import char_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
-from rank_launcher import TINY_MODEL, launch, make_context, tiny_spec, training_group, values
+from rank_launcher import TINY_MODEL, launch, make_context, of_one_rank, tiny_spec, training_group, values
 from test_preference_runs import spec_of
 from transformers import PreTrainedModel
 
@@ -138,10 +138,8 @@ def awake_in_training(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("awake")
-    (results,) = values(launch(awake_in_training, 1, folder / "launch", folder=str(folder)))
-    return dict(results)
+def found(folder: Path) -> Any:
+    return of_one_rank(awake_in_training, folder)
 
 
 @pytest.mark.end_to_end

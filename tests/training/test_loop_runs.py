@@ -17,10 +17,10 @@ from rank_launcher import (
     ONE_LAYER,
     TINY_MODEL,
     TrainingGroup,
-    every_scenario,
     flip_last_bit,
     launch,
     make_context,
+    of_one_rank,
     tiny_spec,
     training_group,
     values,
@@ -298,14 +298,8 @@ def resumed_with_another_reference(group: TrainingGroup) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def results(folder: Path) -> list[dict[str, Any]]:
-    return values(launch(every_scenario, 2, folder / "launch", folder=str(folder), module=__name__))
-
-
-@pytest.fixture(scope="module")
-def one_rank(results: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
-    (found,) = values(launch(on_one_rank, 1, folder / "one-launch", folder=str(folder)))
-    return dict(found)
+def one_rank(results: list[dict[str, Any]], folder: Path) -> Any:
+    return of_one_rank(on_one_rank, folder)
 
 
 def metrics_of(folder: Path, name: str, restart: int = 0) -> dict[int, dict[str, float]]:

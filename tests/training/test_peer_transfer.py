@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from made_reports import checkpoint_manifest
 
 from rlhf_core.schemas.base import utc_now
-from rlhf_core.schemas.checkpoint_files import CheckpointManifest, FileChecksum
+from rlhf_core.schemas.checkpoint_files import FileChecksum
 from rlhf_core.training.checkpoints.memory import peer_copies, peer_transfer
 from rlhf_core.training.checkpoints.memory.copies import MemoryCopy, MemoryPart, parts_here
 from rlhf_core.training.checkpoints.memory.peer_copies import kept_ranks, rank_on_next_node
@@ -25,9 +26,7 @@ CONTENT = {"trainer_state/rank-00001.safetensors": bytes(range(256)) * 100, "emp
 
 def part_of(content: dict[str, bytes], step: int = 4) -> MemoryPart:
     files = {name: FileChecksum(bytes=len(d), sha256=hashlib.sha256(d).hexdigest()) for name, d in content.items()}
-    manifest = CheckpointManifest(
-        step=step, loop="sft", loop_finished=False, num_ranks=2, spec_hash="spec", files=files, time=TIME
-    )
+    manifest = checkpoint_manifest(step, num_ranks=2, spec_hash="spec", files=files, time=TIME)
     return MemoryPart(save="a", attempt=1, rank=1, manifest=manifest)
 
 

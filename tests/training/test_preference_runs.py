@@ -12,9 +12,9 @@ from rank_launcher import (
     ONE_LAYER,
     TINY_MODEL,
     TrainingGroup,
-    every_scenario,
     launch,
     make_context,
+    of_one_rank,
     tiny_spec,
     training_group,
     values,
@@ -177,20 +177,14 @@ def on_one_rank(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def results(folder: Path) -> list[dict[str, Any]]:
-    return values(launch(every_scenario, 2, folder / "launch", folder=str(folder), module=__name__))
-
-
-@pytest.fixture(scope="module")
 def evaluated(results: list[dict[str, Any]], folder: Path) -> None:
     launched = launch(evaluated_runs, 2, folder / "evaluated-launch", folder=str(folder))
     assert values(launched) == [["done", "done"]] * 2
 
 
 @pytest.fixture(scope="module")
-def one_rank(folder: Path) -> dict[str, Any]:
-    (found,) = values(launch(on_one_rank, 1, folder / "one-launch", folder=str(folder)))
-    return dict(found)
+def one_rank(folder: Path) -> Any:
+    return of_one_rank(on_one_rank, folder)
 
 
 def report(folder: Path, run: str, when: str, name: str = "preference") -> EvaluationReport:

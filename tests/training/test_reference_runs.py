@@ -5,7 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_launcher import ONE_LAYER, TINY_MODEL, TrainingGroup, flip_last_bit, launch, tiny_spec, training_group, values
+from rank_launcher import (
+    ONE_LAYER,
+    TINY_MODEL,
+    TrainingGroup,
+    flip_last_bit,
+    of_one_rank,
+    tiny_spec,
+    training_group,
+)
 from test_loop_runs import assert_resumed_bitwise, metrics_of
 
 from rlhf_core.run_dir.run import RunDir
@@ -84,9 +92,8 @@ def named_and_own(group: TrainingGroup) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def results(folder: Path) -> dict[str, str]:
-    (found,) = values(launch(on_one_rank, 1, folder / "launch", folder=str(folder)))
-    return dict(found)
+def results(folder: Path) -> Any:
+    return of_one_rank(on_one_rank, folder)
 
 
 def test_a_student_approaches_its_teacher_without_rewards(results: dict[str, str], folder: Path) -> None:
