@@ -163,15 +163,9 @@ class StepMetrics:
         Raises:
             ValueError: the metrics do not fit.
         """
-        if len(entries) > CAPACITY:
-            raise ValueError(
-                f"found {len(entries)} metrics in one step, expected at most {CAPACITY} (metrics.CAPACITY)"
-            )
-        if len(own) > RANK_CAPACITY:
-            raise ValueError(
-                f"found {len(own)} values of each rank in one step, expected at most {RANK_CAPACITY} "
-                "(metrics.RANK_CAPACITY)"
-            )
+        for kind, found, most in (("metrics", entries, CAPACITY), ("values of each rank", own, RANK_CAPACITY)):
+            if len(found) > most:
+                raise ValueError(f"found {len(found)} {kind} in one step, expected at most {most}")
         mark = _hash(json.dumps([self.step, *entries, *own]), _DIGEST_BITS)
         votes = [float(request == vote) for vote in _VOTES]
         body = [number for entry in entries.values() for number in entry]

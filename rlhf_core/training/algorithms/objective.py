@@ -1,8 +1,8 @@
 """Objectives: the algorithm-specific part of a training loop."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -90,6 +90,9 @@ class PolicyOutput:
     """``[B]`` outputs of a reward model, with gradient; the log-probabilities are then empty."""
 
 
+_Part = TypeVar("_Part", PolicyOutput, MicroBatch)
+
+
 def select_rows(
     output: PolicyOutput, batch: MicroBatch, rows: Sequence[int], *, paired: bool = False
 ) -> tuple[PolicyOutput, MicroBatch]:
@@ -100,25 +103,18 @@ def select_rows(
     """
     count = len(batch.mask) // (2 if paired else 1)
 
-    def of_rows(values: Tensor | None) -> Tensor | None:
-        if values is None or not len(values):  # log-probabilities of a reward model are empty
-            return values
-        indices = [start + row for start in range(0, len(values), count) for row in rows]
-        return values[indices]
+    def of_rows(part: _Part) -> _Part:
+        # Log-probabilities of a reward model are empty, and margins are half as many as the sequences of pairs.
+        tensors = {name: values for name, values in vars(part).items() if values is not None and len(values)}
+        return replace(
+            part,
+            **{
+                name: values[[start + row for start in range(0, len(values), count) for row in rows]]
+                for name, values in tensors.items()
+            },
+        )
 
-    logprobs = of_rows(output.logprobs)
-    mask = of_rows(batch.mask)
-    assert logprobs is not None
-    assert mask is not None
-    return (
-        PolicyOutput(logprobs, of_rows(output.ref_logprobs), scores=of_rows(output.scores)),
-        MicroBatch(
-            mask,
-            prompt_mask=of_rows(batch.prompt_mask),
-            desirable=of_rows(batch.desirable),
-            margins=of_rows(batch.margins),
-        ),
-    )
+    return of_rows(output), of_rows(batch)
 
 
 @dataclass(frozen=True)

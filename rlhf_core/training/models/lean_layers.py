@@ -61,9 +61,9 @@ def _replace(module: Any) -> bool:
         if attention is not None:
             module.forward = MethodType(attention, module)
         return attention is not None
-    forward: _LeanNorm | _LeanMlp
+    forward: Callable[[Tensor], Tensor]
     if name.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
-        forward, width = _LeanNorm(module), module.weight.shape[-1]
+        forward, width = MethodType(_lean_norm, module), module.weight.shape[-1]
     elif name.endswith("MLP") and isinstance(getattr(module, "act_fn", None), nn.SiLU | SiLUActivation):
         if not all(hasattr(module, part) for part in ("gate_proj", "up_proj", "down_proj")):
             return False
@@ -126,13 +126,9 @@ def _lean_rotation(usual: Callable[..., tuple[Tensor, Tensor]]) -> Callable[...,
     return rotate
 
 
-class _LeanNorm:
-    def __init__(self, module: Any) -> None:
-        self.module = module
-
-    def __call__(self, hidden_states: Tensor) -> Tensor:
-        result: Tensor = _RmsNorm.apply(hidden_states, self.module.weight, self.module.variance_epsilon)
-        return result
+def _lean_norm(module: Any, hidden_states: Tensor) -> Tensor:
+    result: Tensor = _RmsNorm.apply(hidden_states, module.weight, module.variance_epsilon)
+    return result
 
 
 class _LeanMlp:
