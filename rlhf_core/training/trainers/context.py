@@ -22,7 +22,6 @@ from rlhf_core.schemas.loops import LoopSpec
 from rlhf_core.schemas.reports import MetricsLine, Phase, SampleLine, TrainerWarning
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.checkpoints.state import Progress
-from rlhf_core.training.data.batches import SequenceBatch, collate
 from rlhf_core.training.data.loading import DataReport, EncodedPrompts
 from rlhf_core.training.data.micro_batches import balanced
 from rlhf_core.training.data.order import RowOrder, occurrences_before, repeated
@@ -200,16 +199,6 @@ class TrainingContext:
         tokenizes only its own rows."""
         lengths = [_characters(self._data.rows[index]) for index in indices]
         return balanced(lengths, self.ranks.num_replicas)[self.ranks.replica]
-
-    def collated(
-        self,
-        prompts: Sequence[Sequence[int]],
-        completions: Sequence[Sequence[int]],
-        learned: Sequence[Sequence[bool]] = (),
-    ) -> SequenceBatch:
-        """Collate one micro-batch on this rank's device, after a heartbeat."""
-        self.beat(Phase.TRAIN)
-        return collate(prompts, completions, self.tokenizer.pad_token_id, self.ranks.device, learned)
 
     def begin_step(self, number: int) -> TrainingStep:
         """Begin step ``number``: heartbeats and metrics belong to it from here on."""

@@ -15,11 +15,12 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
+from rlhf_core.schemas.reports import Phase
 from rlhf_core.training.algorithms import ALGORITHMS
 from rlhf_core.training.algorithms.advantages import moments, whitened_sequences, whitened_tokens
 from rlhf_core.training.algorithms.aggregation import masked_stat
 from rlhf_core.training.algorithms.objective import Advantages, MicroBatch, PolicyOutput, SampledBatch, StepSums
-from rlhf_core.training.data.batches import SequenceBatch
+from rlhf_core.training.data.batches import SequenceBatch, collate
 from rlhf_core.training.data.examples import Scorer, scored
 from rlhf_core.training.data.micro_batches import evened, micro_batches
 from rlhf_core.training.models.causal_lm import PolicyModel
@@ -240,14 +241,16 @@ class PolicyUpdates:
         )
 
     def _collated(self, part: Sequence[int]) -> SequenceBatch:
-        """Prompts and completions, of which only sampled tokens are predicted; a padding token with an empty completion
-        for an empty micro-batch."""
-        if not part:
-            return self._training.collated([[self._training.tokenizer.pad_token_id]], [[]])
-        completions = [self._batch.completions[index] for index in part]
-        return self._training.collated(
-            [self._batch.prompts[index] for index in part],
-            [made.token_ids for made in completions],
+        """Prompts and completions on this rank's device, of which only sampled tokens are predicted, after a heartbeat;
+        a padding token with an empty completion for an empty micro-batch."""
+        training = self._training
+        training.beat(Phase.TRAIN)
+        pad_id, completions = training.tokenizer.pad_token_id, [self._batch.completions[index] for index in part]
+        return collate(
+            [self._batch.prompts[index] for index in part] or [[pad_id]],
+            [made.token_ids for made in completions] or [[]],
+            pad_id,
+            training.ranks.device,
             [made.sampled for made in completions],
         )
 

@@ -25,7 +25,6 @@ def distance_from_trl(case: Case, ranks: Any, temperature: float = TEMPERATURE) 
     from transformers import OPTForCausalLM
 
     from rlhf_core.schemas.algorithms import specs
-    from rlhf_core.training.data.batches import collate
     from rlhf_core.training.models.causal_lm import PolicyModel
     from rlhf_core.training.trainers.sampling import Prompt, Rollout
     from rlhf_core.training.trainers.updates import PolicyUpdates
@@ -60,10 +59,7 @@ def distance_from_trl(case: Case, ranks: Any, temperature: float = TEMPERATURE) 
         policy.zero_grad()
         fill(policy.causal_lm, "policy")
 
-    def collated(prompts: Any, made: Any, learned: Any = ()) -> Any:
-        return collate(prompts, made, PAD, learned=learned)
-
-    training = mock.Mock(ranks=ranks, apply=apply, collated=collated)
+    training = mock.Mock(ranks=ranks, apply=apply, tokenizer=mock.Mock(pad_token_id=PAD))
     training.spec.rollout = mock.Mock(max_new_tokens=MAX_NEW_TOKENS, temperature=temperature)
     training.spec.native_trainer = mock.Mock(micro_batch_size=ROWS_PER_MICRO_BATCH, micro_batch_tokens=0)
     engine = mock.Mock(side_effect=policy, backward=torch.Tensor.backward)
