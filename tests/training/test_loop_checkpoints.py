@@ -31,6 +31,7 @@ from rlhf_core.files.whole import write_model
 from rlhf_core.run_dir import checkpoint as checkpoint_dir
 from rlhf_core.run_dir.checkpoint import CheckpointDir, checksum
 from rlhf_core.run_dir.run import RunDir
+from rlhf_core.schemas.checkpoint_files import CheckpointManifest
 from rlhf_core.schemas.reports import Phase
 from rlhf_core.schemas.resources import Placement
 from rlhf_core.schemas.run import RunSpec
@@ -95,6 +96,18 @@ def progress(step: int, loop_finished: bool = False) -> Progress:
     return Progress(step=step, loop="grpo", loop_finished=loop_finished, position=8 * step)
 
 
+@pytest.fixture
+def saved(run_dir: RunDir, ranks: Ranks, model: Any) -> CheckpointDir:
+    """A whole checkpoint, of step 4."""
+    return save_whole(writer(run_dir, ranks), progress(4), model, STATE)
+
+
+def manifest_of(checkpoint: CheckpointDir) -> CheckpointManifest:
+    manifest = checkpoint.manifest()
+    assert manifest is not None
+    return manifest
+
+
 def content(checkpoint: CheckpointDir) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in sorted(checkpoint.root.rglob("*")) if path.is_file()}
 
@@ -121,11 +134,9 @@ def test_memory_is_unpinned_before_it_is_unmapped(monkeypatch: pytest.MonkeyPatc
     assert [call.args for call in driver.cuMemHostUnregister.call_args_list] == [(second,), (first,)]
 
 
-def test_a_checkpoint_is_a_model_folder_and_a_state(run_dir: RunDir, ranks: Ranks, model: Any) -> None:
-    saved = save_whole(writer(run_dir, ranks), progress(4), model, STATE)
+def test_a_checkpoint_is_a_model_folder_and_a_state(saved: CheckpointDir, ranks: Ranks, model: Any) -> None:
     verify_checkpoint(saved, spec_with(), ranks)
-    manifest = saved.manifest()
-    assert manifest is not None
+    manifest = manifest_of(saved)
     assert (manifest.step, manifest.loop, manifest.loop_finished, manifest.num_ranks) == (4, "grpo", False, 1)
     listed = {saved.root / name for name in manifest.files}
     assert listed == {path for path in saved.root.rglob("*") if path.is_file()} - {saved.complete}
@@ -215,9 +226,7 @@ def test_going_back_replaces_a_checkpoint_of_the_same_step(run_dir: RunDir, rank
     save_whole(saver, progress(4), model, STATE)
     save_whole(saver, progress(4, loop_finished=True), model, STATE)
     (found,) = run_dir.checkpoints()
-    manifest = found.manifest()
-    assert manifest is not None
-    assert manifest.loop_finished
+    assert manifest_of(found).loop_finished
     verify_checkpoint(found, spec_with(), ranks)
 
 
@@ -312,7 +321,7 @@ def test_a_checkpoint_in_the_background_is_the_snapshot_and_has_the_same_files(
 ) -> None:
     """Training goes on with the weights while they are written; the control is a save that copies nothing."""
     straight = writer(run_dir, ranks, spec_with(checkpoint={"background": False}))
-    expected = save_whole(straight, progress(4), model, STATE).manifest()
+    expected = manifest_of(save_whole(straight, progress(4), model, STATE))
     go_on = threading.Event()
     write = background_save.write_files
 
@@ -335,10 +344,7 @@ def test_a_checkpoint_in_the_background_is_the_snapshot_and_has_the_same_files(
     saver.finish()
     saved = run_dir.checkpoint(6)
     verify_checkpoint(saved, spec_with(), ranks)
-    found = saved.manifest()
-    assert expected is not None
-    assert found is not None
-    assert found.files.keys() == expected.files.keys()
+    assert manifest_of(saved).files.keys() == expected.files.keys()
     loaded = load_causal_lm(saved.model, "float32")
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters(), strict=True))
     (share,) = load_trainer_state(saved, ranks).engine
@@ -584,12 +590,10 @@ def test_a_really_full_disk(tmp_path: Path, ranks: Ranks, model: Any, monkeypatc
 # Loading
 
 
-def test_every_file_that_is_verified_is_a_sign_of_life(run_dir: RunDir, ranks: Ranks, model: Any) -> None:
-    saved = save_whole(writer(run_dir, ranks), progress(4), model, STATE)
-    manifest, reporter = saved.manifest(), Mock(wraps=ranks.reporter)
-    assert manifest is not None
+def test_every_file_that_is_verified_is_a_sign_of_life(saved: CheckpointDir, ranks: Ranks) -> None:
+    reporter = Mock(wraps=ranks.reporter)
     verify_checkpoint(saved, spec_with(), dataclasses.replace(ranks, reporter=reporter))
-    assert reporter.beat.call_args_list == [((Phase.SETUP, 4),)] * len(manifest.files)
+    assert reporter.beat.call_args_list == [((Phase.SETUP, 4),)] * len(manifest_of(saved).files)
 
 
 def make_unreadable(path: Path) -> None:
@@ -671,9 +675,8 @@ def test_whatever_is_damaged_is_named_and_the_one_before_is_used(
 
 
 def test_a_checkpoint_is_read_again_before_it_is_given_up(
-    run_dir: RunDir, ranks: Ranks, model: Any, monkeypatch: pytest.MonkeyPatch
+    saved: CheckpointDir, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved = save_whole(writer(run_dir, ranks), progress(4), model, STATE)
     failures = [OSError(errno.EIO, "Input/output error")]
 
     def read(path: Path, beat: Any) -> Any:
@@ -745,12 +748,8 @@ def verified_by(
     return sorted(read), errors
 
 
-def test_each_file_is_verified_by_one_rank(
-    run_dir: RunDir, ranks: Ranks, model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved = save_whole(writer(run_dir, ranks), progress(4), model, STATE)
-    manifest = saved.manifest()
-    assert manifest is not None
+def test_each_file_is_verified_by_one_rank(saved: CheckpointDir, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = manifest_of(saved)
     names = sorted(Path(name).name for name in manifest.files)
 
     def verify(own: Ranks) -> None:
@@ -779,10 +778,9 @@ def test_each_file_is_verified_by_one_rank(
 
 
 def test_who_reads_the_model_alone_verifies_no_optimizer(
-    run_dir: RunDir, ranks: Ranks, model: Any, monkeypatch: pytest.MonkeyPatch
+    run_dir: RunDir, saved: CheckpointDir, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The evaluator, and a loop that begins from another one's model: a damaged optimizer must not cost an attempt."""
-    saved = save_whole(writer(run_dir, ranks), progress(4), model, STATE)
     flip_last_bit(saved.trainer_state / "rank-00000.safetensors", 100)
     context = make_context(str(run_dir.root), tiny_spec(), 0, 1)
 
@@ -809,8 +807,7 @@ def test_a_restart_goes_on_after_the_checkpoint_that_the_attempt_began_from_was_
     assert found == run_dir.checkpoint(90)
 
 
-def test_other_settings_are_named(run_dir: RunDir, ranks: Ranks, model: Any) -> None:
-    saved = save_whole(writer(run_dir, ranks), progress(4), model, STATE)
+def test_other_settings_are_named(saved: CheckpointDir, ranks: Ranks) -> None:
     changed = spec_with(seed=4, train={"learning_rate": 0.5})
     with pytest.raises(ResumeMismatch, match=r"optimizer\.learning_rate was 0\.003 and is 0\.5; seed was 3"):
         verify_checkpoint(saved, changed, ranks)
@@ -844,10 +841,7 @@ def with_settings(saved: CheckpointDir, part: dict[str, Any]) -> None:
     saved.complete.write_text(json.dumps(manifest))
 
 
-def test_a_checkpoint_of_0_1_is_gone_on_from_under_the_same_settings_only(
-    run_dir: RunDir, ranks: Ranks, model: Any
-) -> None:
-    saved = save_whole(writer(run_dir, ranks), progress(4), model, STATE)
+def test_a_checkpoint_of_0_1_is_gone_on_from_under_the_same_settings_only(saved: CheckpointDir, ranks: Ranks) -> None:
     as_of_0_1(saved)
     verify_checkpoint(saved, spec_with(), ranks)
     assert spec_hash(spec_with()) not in saved.complete.read_text(), "the hash alone would refuse it"
@@ -885,8 +879,7 @@ def test_another_number_of_ranks_takes_all_shares_and_forgets_what_single_ranks_
     health = HealthState(fingerprints=(1.0, 2.0), same_ranks=Repetition(ranks=(0, 1)), num_steps=4)
     saved = save_whole(writer(run_dir, ranks), progress(4).model_copy(update={"health": health}), model, STATE)
     assert load_trainer_state(saved, ranks).progress.health == health
-    manifest = saved.manifest()
-    assert manifest is not None
+    manifest = manifest_of(saved)
     state = saved.trainer_state / "rank-00000.safetensors"
     files = {**manifest.files, "trainer_state/rank-00001.safetensors": checksum(state)}
     shutil.copy(state, saved.trainer_state / "rank-00001.safetensors")
@@ -900,9 +893,8 @@ def test_another_number_of_ranks_takes_all_shares_and_forgets_what_single_ranks_
     assert new.random is None, "no such rank has drawn yet"
 
 
-def test_a_loaded_state_keeps_no_file_mapped(run_dir: RunDir, ranks: Ranks, model: Any) -> None:
+def test_a_loaded_state_keeps_no_file_mapped(saved: CheckpointDir, ranks: Ranks) -> None:
     """A mapped file takes its disk or memory until the process ends, even once the checkpoint is removed."""
-    saved = save_whole(writer(run_dir, ranks), progress(4), model, STATE)
     state = load_trainer_state(saved, ranks)
     share = next(iter(state.engine))  # an engine stops reading once it has everything
     assert str(saved.trainer_state) in Path("/proc/self/maps").read_text(), "tensors are mapped while they are used"
@@ -912,9 +904,8 @@ def test_a_loaded_state_keeps_no_file_mapped(run_dir: RunDir, ranks: Ranks, mode
     restore_random_state(state.random, ranks.device)
 
 
-def test_a_state_file_cannot_run_code(run_dir: RunDir, ranks: Ranks, model: Any) -> None:
+def test_a_state_file_cannot_run_code(saved: CheckpointDir, ranks: Ranks) -> None:
     """One of an earlier version, either: those were pickled."""
-    saved = save_whole(writer(run_dir, ranks), progress(4), model, STATE)
     state = saved.trainer_state / "rank-00000.safetensors"
     state.unlink()
     torch.save({"progress": progress(4).model_dump(), "engine": Path("x")}, state.with_suffix(".pt"))
