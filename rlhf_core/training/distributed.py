@@ -30,7 +30,8 @@ Item = TypeVar("Item")
 MAX_GATHERED_BYTES = 256 << 20
 """Longest value a rank may send the others, so that a corrupt length cannot exhaust memory."""
 
-_POLL_S = 0.02
+POLL_S, _LONGEST_POLL_S = 0.02, 0.5
+"""First and longest interval at which a rank polls for what others set, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -260,9 +261,8 @@ class Ranks:
         try:
             self.store.set(f"{topic}/{self.rank}", json.dumps(content))
             for rank in range(self.num_ranks):
-                key = f"{topic}/{rank}"
-                if self._wait_for_key(key, deadline):
-                    received[rank] = json.loads(self.store.get(key))
+                with contextlib.suppress(TimeoutError):
+                    received[rank] = json.loads(awaited(self.store, f"{topic}/{rank}", deadline - time.monotonic()))
             # Rank 0 hosts the store, so it must not exit before the others have read.
             self.store.add(f"{topic}/read", 1)
             if self.is_first:
@@ -271,19 +271,27 @@ class Ranks:
             received.setdefault(self.rank, content)
         return received
 
-    def _wait_for_key(self, key: str, deadline: float) -> bool:
-        """Wait for a key until the deadline; True if it arrived. The wait of torch's file store polls only once a
-        second."""
-        while not self.store.check([key]):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(_POLL_S)
-        return True
-
     def _wait_for_readers(self, key: str, num_readers: int, wait_s: float) -> None:
         deadline = time.monotonic() + wait_s
         while self.store.add(key, 0) < num_readers and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
+
+
+def awaited(store: Store, key: str, timeout_s: float) -> bytes:
+    """Poll for a key that another rank sets. A blocking wait would lock the store for all other threads, and that of
+    torch's file store polls only once a second.
+
+    Raises:
+        RuntimeError: torch's own, for a lost store.
+        TimeoutError: the key was not set in time.
+    """
+    interval_s, deadline = POLL_S, time.monotonic() + timeout_s
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{key} was not set within {timeout_s:.0f} s")
+        time.sleep(interval_s)
+        interval_s = min(2 * interval_s, _LONGEST_POLL_S)
+    return bytes(store.get(key))
 
 
 def init_process_group(context: WorkerContext) -> Ranks:

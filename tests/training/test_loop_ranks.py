@@ -27,8 +27,8 @@ class SilentStore:
     def set(self, key: str, value: str) -> None:
         self.content[key] = value
 
-    def get(self, key: str) -> str:
-        return self.content[key]
+    def get(self, key: str) -> bytes:
+        return self.content[key].encode()
 
     def check(self, keys: list[str]) -> bool:
         return all(key in self.content for key in keys)

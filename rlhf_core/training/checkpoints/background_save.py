@@ -15,18 +15,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from pydantic import Field
-from torch.distributed.distributed_c10d import Store
 
 from rlhf_core.files.whole import comes_from_full_disk, remove_tree
 from rlhf_core.schemas.base import Message, Schema
 from rlhf_core.schemas.checkpoint_files import FileChecksum
 from rlhf_core.survival import Survived
 from rlhf_core.training.checkpoints.saving import CheckpointPart, CheckpointPublication
-from rlhf_core.training.distributed import Ranks
+from rlhf_core.training.distributed import POLL_S, Ranks, awaited
 from rlhf_core.training.models.tensor_files import chunks, write_pieces
-
-FIRST_POLL_S, LONGEST_POLL_S = 0.02, 0.5
-"""First and longest interval at which a rank polls for the other ranks' results."""
 
 Content = Mapping[str, mmap.mmap | bytes]
 """File contents by path in the checkpoint."""
@@ -114,7 +110,7 @@ class BackgroundSave:
         """Wait until the save is over, with a heartbeat whenever there is progress, so that a stuck save is detected as
         a hang. All ranks call it."""
         seen_s = 0.0
-        while not self._is_written.wait(FIRST_POLL_S):
+        while not self._is_written.wait(POLL_S):
             if self._advanced_at_s != seen_s:
                 seen_s = self._advanced_at_s
                 beat()
@@ -137,7 +133,7 @@ class BackgroundSave:
     def leave(self, timeout_s: float) -> None:
         """Wait after an error that ends this process, until the save is over or has made no progress for
         ``timeout_s``."""
-        while not self._over.wait(FIRST_POLL_S):
+        while not self._over.wait(POLL_S):
             if time.monotonic() - self._advanced_at_s > timeout_s:
                 return
 
@@ -219,22 +215,6 @@ def write_files(root: Path, content: Content, advance: Callable[[], None]) -> No
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         write_pieces(path, chunks(data), advance)
-
-
-def awaited(store: Store, key: str, timeout_s: float) -> bytes:
-    """Poll for a key that another rank sets; a blocking wait would lock the store for all other threads.
-
-    Raises:
-        RuntimeError: torch's own, for a lost store.
-        TimeoutError: the key was not set in time.
-    """
-    interval_s, deadline = FIRST_POLL_S, time.monotonic() + timeout_s
-    while not store.check([key]):
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{key} was not set within {timeout_s:.0f} s")
-        time.sleep(interval_s)
-        interval_s = min(2 * interval_s, LONGEST_POLL_S)
-    return bytes(store.get(key))
 
 
 def reported(work: Callable[[], dict[str, FileChecksum]]) -> Report:
