@@ -151,7 +151,7 @@ class Ranks:
     def log(self, message: str) -> None:
         """Write a line to the worker's log, once for all ranks."""
         if self.is_first:
-            print(f"{utc_now():%Y-%m-%d %H:%M:%S} {message}", flush=True)
+            own_line(message)
 
     def barrier(self) -> None:
         """Wait until every rank has arrived."""
@@ -275,6 +275,11 @@ class Ranks:
         deadline = time.monotonic() + wait_s
         while self.store.add(key, 0) < num_readers and time.monotonic() < deadline:
             time.sleep(POLL_S)
+
+
+def own_line(message: str) -> None:
+    """Write a line to this rank's own log."""
+    print(f"{utc_now():%Y-%m-%d %H:%M:%S} {message}", flush=True)
 
 
 def awaited(store: Store, key: str, timeout_s: float) -> bytes:

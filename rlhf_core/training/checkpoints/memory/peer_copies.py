@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlhf_core.files.whole import shared_secret
-from rlhf_core.schemas.base import utc_now
 from rlhf_core.training.checkpoints.background_save import Content
 from rlhf_core.training.checkpoints.memory.copies import PEER, MemoryPart
 from rlhf_core.training.checkpoints.memory.peer_transfer import PartReceiver, PeerRefused, send_part
-from rlhf_core.training.distributed import Ranks
+from rlhf_core.training.distributed import Ranks, own_line
 from rlhf_core.training.types import WorkerContext
 from rlhf_core.weight_sync.links import own_address
 
@@ -115,11 +114,6 @@ def kept_ranks(nodes: Sequence[str], node: str) -> dict[str, list[int]]:
         place: [rank for rank, name in enumerate(nodes) if name == owner]
         for place, owner in (("", node), (PEER, previous))
     }
-
-
-def own_line(message: str) -> None:
-    """Write a line to this rank's own log."""
-    print(f"{utc_now():%Y-%m-%d %H:%M:%S} {message}", flush=True)
 
 
 def _receiver(context: WorkerContext) -> tuple[PartReceiver | None, bytes, str]:
