@@ -141,7 +141,7 @@ def test_a_slow_one_is_called_once(monkeypatch: pytest.MonkeyPatch) -> None:
         ("short", TrialProblem.FAILED, "1 values for 20 completions"),
         ("not_finite", TrialProblem.FAILED, "nan"),
         ("breaks_on_empty", TrialProblem.FAILED, "ZeroDivisionError"),
-        ("absent", TrialProblem.FAILED, "no function absent"),
+        ("absent", TrialProblem.FAILED, "no function or class absent"),
         ("endless", TrialProblem.TIMEOUT, "no response within 1 s"),
         ("sleeps", TrialProblem.TIMEOUT, "no response within 1 s"),
         ("huge", TrialProblem.MEMORY, "MemoryError"),
