@@ -3,7 +3,7 @@
 import subprocess
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rlhf_core.shell.script import read_shell
@@ -160,6 +160,92 @@ def test_the_words_are_those_of_bash(text: str, arguments: list[str]) -> None:
     calls = [[*command.argv[1:]] for command in found if command.argv[0] == "x"]
     assert calls == words_of_bash(text, arguments)
     assert not [command for command in found if command.argv[0] == "x" and command.is_conditional]
+
+
+WORDS = (
+    *(
+        "a",
+        '"b c"',
+        "'d e'",
+        "$A",
+        '"$B"',
+        "${C}",
+        "${A:-z}",
+        '${B:+"q r"}',
+        '"${C:-its}"',
+        "${A#a}",
+        '"${L[@]}"',
+        "${#L[@]}",
+    ),
+    *(
+        "$((N + 1))",
+        '"$@"',
+        "$#",
+        "x\\ y",
+        "${L[0]}",
+        "$1",
+        '"${2:-two words}"',
+        "$'t\\n'",
+        "$(expr $N + 2)",
+        "pre$A/$B.x",
+    ),
+    *("$(dirname /a/b/c)", '"a$ b"', "{a}", "--o=$N", "\\\n  cont", "${A%%a*}", '"${A%a}"', "${@:-none}"),
+)
+TESTS = (
+    *(
+        "[ $N -gt 1 ]",
+        '[[ "$A" == a* ]]',
+        '[ -z "$B" ]',
+        "true",
+        "false",
+        "! true",
+        "[[ -n $C && $N -lt 2 || $A = b ]]",
+    ),
+    *(
+        "(( N > 1 ))",
+        '[ "$A" = "b c" -o $N -ge 1 ]',
+        "[[ ! ( $N -eq 1 ) ]]",
+        "{ true; }",
+        "! { false; }",
+        "x a && false",
+    ),
+)
+SHORT = (
+    *("N=$((N + 1))", "shift", "unset A", ': ${B:="k l"}', "set -- p 'q r'", 'export A; x "${A:=d}"', "L+=(e $A)"),
+    *("x before | cat; x after", "cat > /dev/null <<E\n$A (\nE\nx here", "for i in a b; do :; done", "time x t"),
+    *("until [ $N -ge 3 ]; do N=$((N + 1)); x u $N; done", "while true; do x once; break; x never; done"),
+)
+
+
+def blocks(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    """Scripts with branches, loops, groups and functions that hold other scripts."""
+    body, test = st.lists(inner, min_size=1, max_size=3).map("\n".join), st.sampled_from(TESTS)
+    return st.one_of(
+        st.builds("if {}; then\n{}\nelif {}; then\n{}\nelse\n{}\nfi".format, test, body, test, body, body),
+        st.builds('case "$A" in a|b*)\n{}\n;; "b c") x m ;;\n*)\n{}\n;;\nesac'.format, body, body),
+        st.builds("M=0\nwhile [ $M -lt {} ]; do\nM=$((M + 1))\nx loop $M\ndone".format, st.integers(0, 3)),
+        st.builds("f() {{\nlocal A={}\n{}\n}}\nf {}".format, st.sampled_from(WORDS), body, st.sampled_from(WORDS)),
+        st.builds("(\n{}\n)".format, body),
+        st.builds("{{\n{}\n}}".format, body),
+        st.builds("{} {} {{\n{}\n}}".format, test, st.sampled_from(["&&", "||"]), body),
+    )
+
+
+SIMPLE = st.one_of(
+    st.lists(st.sampled_from(WORDS), min_size=1, max_size=3).map(lambda words: f"x {' '.join(words)}"),
+    st.builds("{}={}".format, st.sampled_from("ABC"), st.sampled_from(WORDS)),
+    st.sampled_from(SHORT),
+)
+SCRIPTS = st.lists(st.recursive(SIMPLE, blocks, max_leaves=6), min_size=1, max_size=4).map("\n".join)
+
+
+@given(SCRIPTS, st.sampled_from([[], ["p"], ["p", "q r"]]))
+@settings(max_examples=300)
+def test_calls_that_are_known_are_those_of_bash(script: str, arguments: list[str]) -> None:
+    text = f"A=a B= C=c N=1 L=(1 '2 3')\n{script}"
+    calls = [command for command in read_shell(text, arguments=arguments).commands if command.argv[0] == "x"]
+    assume(not any(call.is_conditional or call.unread for call in calls))
+    assert [[*call.argv[1:]] for call in calls] == words_of_bash(text, arguments)
 
 
 def test_the_comparison_with_bash_has_calls_to_compare() -> None:
