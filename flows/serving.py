@@ -31,6 +31,9 @@ Heartbeat = Callable[[], None]
 SERVER_STOP_TIMEOUT_S = 5
 """Time that the server has to finish open requests."""
 
+DAEMON_STOP_TIMEOUT_S = 15.0
+"""Time that the daemon has to finish its action, within what its supervisors give it before they kill it."""
+
 
 def serve(site: Site, name: str) -> None:
     """Run one service until SIGTERM or SIGINT.
@@ -106,10 +109,13 @@ def _serve_daemon(site: Site, beat: Heartbeat) -> None:
 
 
 def stop_on_signals() -> threading.Event:
-    """Return an event that SIGTERM or SIGINT sets.
+    """Return an event that SIGTERM or SIGINT sets; ``DAEMON_STOP_TIMEOUT_S`` later, the process exits in any case.
 
-    A thread sets it, not the handler: that interrupts the main thread, and would wait for it forever if it held the
-    event's lock just then.
+    If Prefect's server goes away in an action, Prefect's client retries for minutes, also when the interpreter exits.
+    An action may be cut off anywhere, and the next daemon on this machine takes the lease of a dead one at once.
+
+    A thread sets the event, not the handler: that interrupts the main thread, and would wait for it forever if it held
+    the event's lock just then.
     """
     stop = threading.Event()
     received: SimpleQueue[int] = SimpleQueue()  # its put() may be called from a handler
@@ -119,6 +125,8 @@ def stop_on_signals() -> threading.Event:
     def wait() -> None:
         received.get()
         stop.set()
+        time.sleep(DAEMON_STOP_TIMEOUT_S)
+        os._exit(0)
 
     threading.Thread(target=wait, daemon=True).start()
     return stop

@@ -594,3 +594,24 @@ print("stopped 40 times")
 def test_a_signal_that_arrives_in_a_wait_stops_the_daemon() -> None:
     ended = subprocess.run([sys.executable, "-c", STOPPED], capture_output=True, text=True, timeout=120, check=True)
     assert ended.stdout.strip() == "stopped 40 times"
+
+
+STUCK = """
+import atexit, os, signal, time
+from flows import serving
+
+serving.DAEMON_STOP_TIMEOUT_S = 0.5
+atexit.register(time.sleep, 60)  # as the senders of Prefect's client
+stop = serving.stop_on_signals()
+os.kill(os.getpid(), signal.SIGTERM)
+stop.wait()
+print("told to stop", flush=True)
+{action}
+"""
+
+
+@pytest.mark.parametrize("action", ["time.sleep(60)", ""], ids=["in an action", "at its exit"])
+def test_a_daemon_whose_client_still_retries_ends_all_the_same(action: str) -> None:
+    command = [sys.executable, "-c", STUCK.format(action=action)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    assert ended.stdout.strip() == "told to stop"
