@@ -20,7 +20,14 @@ from pathlib import Path
 from rlhf_core.errors import CheckpointCorrupt, PromotionFailed, RunDirError
 from rlhf_core.files.reading import bring_to_disk, open_regular
 from rlhf_core.files.whole import create_once, is_disk_full, read_all, read_model, write_text
-from rlhf_core.run_dir.checkpoint import ADAPTER_OF_MERGED, ADAPTER_WEIGHTS, BASE_RECORD, CheckpointDir, checksum
+from rlhf_core.run_dir.checkpoint import (
+    ADAPTER_OF_MERGED,
+    ADAPTER_WEIGHTS,
+    BASE_RECORD,
+    CheckpointDir,
+    checksum,
+    fault_of,
+)
 from rlhf_core.run_dir.run import RunDir, promoted_models, run_name
 from rlhf_core.schemas.checkpoint_files import CheckpointManifest, FileChecksum
 from rlhf_core.schemas.evaluation import EvaluationReport, PromoteSpec, gain
@@ -259,16 +266,8 @@ def damage(folder: Path) -> Sequence[str]:
     provenance = read_model(folder / PROVENANCE, ModelProvenance)
     if provenance is None:
         return [f"it has no readable {PROVENANCE}"]
-    problems = []
-    for name, expected in provenance.files.items():
-        try:
-            found = checksum(folder / name)
-        except OSError as error:
-            problems.append(f"{name}: {error.strerror}")
-            continue
-        if found != expected:
-            problems.append(f"{name}: sha256 {found.sha256[:12]}, expected {expected.sha256[:12]}")
-    return problems
+    faults = (fault_of(folder, name, expected) for name, expected in provenance.files.items())
+    return [fault for fault in faults if fault]
 
 
 def _copy(source: Path, target: Path, tick: Callable[[], None]) -> FileChecksum:

@@ -99,9 +99,9 @@ class CheckpointDir:
         for name, expected in manifest.files.items():
             if names is not None and name not in names:
                 continue
-            fault = self.fault_of(name, expected, beat)
+            fault = fault_of(self.root, name, expected, beat)
             # Read once more before giving up a checkpoint: the failure of a disk or a network may be temporary.
-            if fault and (fault := self.fault_of(name, expected, beat)):
+            if fault and (fault := fault_of(self.root, name, expected, beat)):
                 problems.append(fault)
         return problems
 
@@ -115,23 +115,6 @@ class CheckpointDir:
         problems = self.damage(beat, names)
         if problems:
             raise CheckpointCorrupt(f"checkpoint {self.root} is damaged: {'; '.join(problems)}", self.root.name)
-
-    def fault_of(self, name: str, expected: FileChecksum, beat: Callable[[], None]) -> str:
-        """Problem of one file; empty if it matches its checksum.
-
-        Args:
-            beat: called after every piece.
-        """
-        try:
-            found = checksum(self.root / name, beat)
-        except OSError as error:
-            return f"{name}: {error.strerror}"
-        if found == expected:
-            return ""
-        return (
-            f"{name}: found {found.bytes} bytes with sha256 {found.sha256[:12]}, "
-            f"expected {expected.bytes} bytes with {expected.sha256[:12]}"
-        )
 
     def _fault_of_manifest(self) -> str:
         try:
@@ -155,3 +138,22 @@ def checksum(path: Path, beat: Callable[[], None] = lambda: None) -> FileChecksu
             digest.update(piece)
             beat()
         return FileChecksum(bytes=file.tell(), sha256=digest.hexdigest())
+
+
+def fault_of(folder: Path, name: str, expected: FileChecksum, beat: Callable[[], None] = lambda: None) -> str:
+    """Problem of one file; empty if it matches its checksum.
+
+    Args:
+        name: its path in the folder.
+        beat: called after every piece.
+    """
+    try:
+        found = checksum(folder / name, beat)
+    except OSError as error:
+        return f"{name}: {error.strerror}"
+    if found == expected:
+        return ""
+    return (
+        f"{name}: found {found.bytes} bytes with sha256 {found.sha256[:12]}, "
+        f"expected {expected.bytes} bytes with {expected.sha256[:12]}"
+    )

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rlhf_core.errors import CheckpointCorrupt, ResumeMismatch
-from rlhf_core.run_dir.checkpoint import CheckpointDir
+from rlhf_core.run_dir.checkpoint import CheckpointDir, fault_of
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.checkpoint_files import CheckpointManifest, FileChecksum
 from rlhf_core.schemas.command_trainer import CommandTrainer
@@ -97,7 +97,7 @@ def verify_checkpoint(
 
     def misread(names: Iterable[str]) -> list[str]:
         """The files whose content, as this rank reads it, does not match their checksums."""
-        return [name for name in names if checkpoint.fault_of(name, files[name], beat)]
+        return [name for name in names if fault_of(checkpoint.root, name, files[name], beat)]
 
     # Dealt by size: every rank reads about as many bytes.
     found = ranks.gather(misread(sorted(files, key=lambda name: -files[name].bytes)[ranks.rank :: ranks.num_ranks]))
