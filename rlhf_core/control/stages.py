@@ -17,8 +17,7 @@ from rlhf_core.control.trials import cancel_trials, carry_out
 from rlhf_core.diagnosis import attempt_caps
 from rlhf_core.diagnosis.policy import backoff_s
 from rlhf_core.errors import BadInput, SubmissionDeferred, SubmissionFailed
-from rlhf_core.launch.code_changes import code_folder
-from rlhf_core.launch.prepare import code_sources
+from rlhf_core.launch.prepare import code_folder, code_sources
 from rlhf_core.launch.start import job_request, submit_once
 from rlhf_core.preflight.gather_facts import Surroundings
 from rlhf_core.preflight.runner import blocking, make_checks, require_passed

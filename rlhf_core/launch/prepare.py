@@ -184,6 +184,11 @@ def not_code(folder: str, names: Sequence[str]) -> set[str]:
     return {*_NOT_CODE(folder, [*names]), *(path.name for path in paths if not path.is_file() and not path.is_dir())}
 
 
+def code_folder(stored: StoredSpec) -> Path:
+    """Folder in which the user's modules are looked for: the one of the request, or the current one if not recorded."""
+    return Path(stored.code_folder) if stored.code_folder else Path.cwd()
+
+
 def code_sources(spec: RunSpec, folder: Path) -> list[Path]:
     """Files and folders that are copied as the user's code; one of each name, since two settings may name the same."""
     found = [*(Path(path) for path in spec.code.paths), *user_modules(spec, folder)]

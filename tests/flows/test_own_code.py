@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from control_fakes import make_spec
 
+from rlhf_core.control.own_code import changed_code, copy_code_again
 from rlhf_core.errors import BadConfig
-from rlhf_core.launch.code_changes import changed_code, copy_code_again
 from rlhf_core.launch.prepare import prepare
 from rlhf_core.run_dir.run import RunDir
 
