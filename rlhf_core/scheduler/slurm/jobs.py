@@ -1,4 +1,4 @@
-"""State of a job of Slurm: by its row in the queue or, if it is not there, by scontrol and by accounting."""
+"""State of a job of Slurm: by its row in the queue or, if Slurm has forgotten it, by accounting."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from rlhf_core.errors import SchedulerError
 from rlhf_core.scheduler.base import JobState, JobStatus
 from rlhf_core.scheduler.slurm import commands
 from rlhf_core.scheduler.slurm.nodes import down_nodes, node_names, node_states, powered_off_nodes, unprepared_nodes
-from rlhf_core.scheduler.slurm.queue import QueuedJob
+from rlhf_core.scheduler.slurm.queue import QueuedJob, selected
 from rlhf_core.schemas.resources import Submission, parse_job_marker
 
 _WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD"})
@@ -112,19 +112,12 @@ def query_job(submission: Submission) -> JobStatus:
     """Query a job that is missing from the cached queue because it is too new or Slurm has forgotten it."""
     job_id = submission.job_id
     try:
-        text = commands.run("scontrol", "--oneliner", "show", "job", commands.require_job_id(job_id))
+        row = next(iter(selected(f"--jobs={commands.require_job_id(job_id)}").values()), None)
     except SchedulerError as error:
         if "Invalid job id" not in str(error):
             return JobStatus(JobState.UNKNOWN, str(error))
-        return _from_accounting(job_id)
-    fields = dict(re.findall(r"(\w+)=(\S*)", text))
-    nodes = fields.get("NodeList", "").replace("(null)", "")
-    start = fields.get("StartTime", "N/A").replace("Unknown", "N/A")
-    state, reason, comment = fields.get("JobState", "?"), fields.get("Reason", ""), fields.get("Comment", "")
-    folder = re.search(r" WorkDir=(.*?)(?= \w+=|$)", text)  # which may contain blanks
-    name = fields.get("JobName", "")
-    job = QueuedJob(job_id, state, reason, nodes, start, comment, folder[1] if folder else "", name)
-    return status_of(job, submission.marker)
+        row = None
+    return _from_accounting(job_id) if row is None else status_of(row, submission.marker)
 
 
 def _from_accounting(job_id: str) -> JobStatus:

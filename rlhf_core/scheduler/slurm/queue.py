@@ -102,13 +102,21 @@ def _query() -> Listing:
     queried_at = time.time()
     try:
         commands.require_controller()
-        # --all: without it, Slurm leaves out the jobs in hidden partitions, also for the user who owns them.
-        words = ("--all", "--noheader", "--states=all", f"--user={os.getuid()}", f"--format={_FORMAT}")
-        text = commands.run("squeue", *words)
+        return Listing(queried_at, selected(f"--user={os.getuid()}"))
     except SchedulerError as error:
         return Listing(queried_at, {}, str(error))
+
+
+def selected(option: str) -> dict[str, QueuedJob]:
+    """Query the jobs that an option of squeue selects, by job id.
+
+    Raises:
+        SchedulerError: as :func:`rlhf_core.scheduler.slurm.commands.run`.
+    """
+    # --all: without it, Slurm leaves out the jobs in hidden partitions, also for the user who owns them.
+    text = commands.run("squeue", "--all", "--noheader", "--states=all", option, f"--format={_FORMAT}")
     rows = [_row(line) for line in text.splitlines() if line.count("|") >= 5]
-    return Listing(queried_at, {row.job_id: row for row in rows})
+    return {row.job_id: row for row in rows}
 
 
 def _row(line: str) -> QueuedJob:
