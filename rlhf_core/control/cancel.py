@@ -12,8 +12,8 @@ from rlhf_core.control.attempts.jobs import (
     end_job,
     end_submission,
     give_order,
-    is_to_end_at_once,
     order_to_end,
+    pending_request,
     submission_of,
 )
 from rlhf_core.control.attempts.recovery import conclude
@@ -39,7 +39,6 @@ from rlhf_core.schemas.attempts import ATTEMPT_ENDS, AttemptState, RunState, Sta
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.failures import FailureKind
 from rlhf_core.schemas.journal import CancelStarted, ControllerStarted
-from rlhf_core.schemas.reports import AgentCommand
 from rlhf_core.schemas.resources import Placement, Submission
 from rlhf_core.schemas.supervision import SuperviseSpec
 from rlhf_core.text.formatting import duration
@@ -112,7 +111,8 @@ def _end_attempt(controller: Controller, attempt: AttemptRecord, reason: str, *,
     deadline = controller.clock() + (_save_s(controller) if save else CANCEL_TIMEOUT_S)
     # Workers that hang while they save do not keep it waiting: the agents end them, and with them the attempt.
     while submission is not None and _state(controller, number) not in ATTEMPT_ENDS:
-        if controller.clock() >= deadline or (save and is_to_end_at_once(controller.run_dir)):
+        request = pending_request(controller.run_dir) if save else None
+        if controller.clock() >= deadline or (request is not None and request.kind == "cancel"):
             break
         controller.lease.keep()
         controller.sleep(0.2)
@@ -121,10 +121,8 @@ def _end_attempt(controller: Controller, attempt: AttemptRecord, reason: str, *,
 
 def _save_s(controller: Controller) -> float:
     """Time left for writing a checkpoint, in seconds. A controller that takes over does not wait anew."""
-    waited_s = 0.0
-    with suppress(OSError):
-        request = read_model(controller.run_dir.cancel_request, AgentCommand)
-        waited_s = (utc_now() - request.time).total_seconds() if request is not None else 0.0
+    request = pending_request(controller.run_dir)
+    waited_s = (utc_now() - request.time).total_seconds() if request is not None else 0.0
     return max(controller.spec.supervise.save_timeout_s - max(waited_s, 0.0), CANCEL_TIMEOUT_S)
 
 

@@ -50,22 +50,17 @@ def order_to_end(reason: str, *, save: bool) -> AgentCommand:
     return AgentCommand(kind="stop_after_step" if save else "cancel", reason=reason, time=utc_now())
 
 
+def pending_request(run_dir: RunDir) -> AgentCommand | None:
+    """The pending request to end a run; None if there is none or it cannot be read."""
+    with suppress(OSError):
+        return read_model(run_dir.cancel_request, AgentCommand)
+    return None
+
+
 def is_to_save(run_dir: RunDir) -> bool:
     """True if the pending request to end a run asks for a checkpoint first."""
-    return _kind_of_request(run_dir) == "stop_after_step"  # if it cannot be read, the run is ended without one
-
-
-def is_to_end_at_once(run_dir: RunDir) -> bool:
-    """True if the pending request to end a run does not ask for a checkpoint."""
-    return _kind_of_request(run_dir) == "cancel"
-
-
-def _kind_of_request(run_dir: RunDir) -> str:
-    """Kind of the pending request to end a run; empty if there is none or it cannot be read."""
-    with suppress(OSError):
-        request = read_model(run_dir.cancel_request, AgentCommand)
-        return request.kind if request is not None else ""
-    return ""
+    request = pending_request(run_dir)  # if it cannot be read, the run is ended without one
+    return request is not None and request.kind == "stop_after_step"
 
 
 def give_order(run_dir: RunDir, number: int, command: AgentCommand) -> None:
