@@ -37,7 +37,7 @@ from fault_engines import AHEAD_PREFIX, engine_scenarios
 from fault_engines import PREFIX as OF_ENGINES
 from fault_engines import SPLIT_PREFIX as OF_SPLIT
 from fault_inject import Place, Truth
-from fault_measure import Row, all_incidents, measure, measure_gone, same_parameters
+from fault_measure import Row, measure, measure_gone, same_parameters
 from fault_runs import DisturbedSite, Stuck, engines, steps
 from fault_services import Cluster, has_memory_groups, left_behind, memory_group
 from fault_soon import PREFIX, soon_scenarios
@@ -48,6 +48,7 @@ from postgres_server import PostgresServer
 from sites import Site, last_step
 from small_disk import small_disk
 
+from rlhf_core.control.views.timeline import all_incidents
 from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir.checkpoint import checksum
 from rlhf_core.run_dir.run import RunDir
@@ -118,7 +119,7 @@ class Campaign:
                 }
                 if str(LONGEST_RUN) not in hashes:
                     raise Stuck(f"the undisturbed run did not get to its end; see {place.site.home}/rlhf.log")
-                for incident in all_incidents(run):
+                for incident in all_incidents(run, read_record(run)):
                     raise Stuck(f"false alarm in the undisturbed run: {incident.message}")
                 require_learning(hashes)
                 known[name] = hashes

@@ -8,14 +8,13 @@ from typing import Any
 
 from fault_cases import Expected, Fault
 from fault_inject import Truth
-from fault_runs import at, engines, events, restarts, steps
+from fault_runs import at, engines, events, steps
 
-from rlhf_core.files.appended import read_models
-from rlhf_core.files.whole import read_model
+from rlhf_core.control.views.timeline import all_decisions, all_incidents
+from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir.checkpoint import checksum
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.schemas.failures import Action, Decision, Incident
-from rlhf_core.schemas.journal import DecisionMade, IncidentFound, JournalLine
 
 _SIGNS = {"suspect", "verdict", "worker_exited", "killed", "incident"}
 DEATH_LIMIT_S = 5.0
@@ -183,31 +182,11 @@ def same_parameters(run: RunDir, reference: dict[str, str]) -> bool | None:
     return checksum(newest.model / "model.safetensors").sha256 == reference[str(newest.step)]
 
 
-def all_incidents(run: RunDir) -> list[Incident]:
-    """Incidents found by agents and by the controller, ordered by time."""
-    of_agents = [read_model(path, Incident) for one in restarts(run) for path in one.incident_files()]
-    found = [incident for incident in of_agents if incident is not None]
-    found += [line.event.incident for line in _journal(run) if isinstance(line.event, IncidentFound)]
-    return sorted(found, key=lambda incident: incident.seen_at)
-
-
-def all_decisions(run: RunDir) -> list[Decision]:
-    """Decisions of agents and of the controller, ordered by time."""
-    of_agents = [read_model(path, Decision) for one in restarts(run) for path in one.decision_files()]
-    found = [decision for decision in of_agents if decision is not None]
-    found += [line.event.decision for line in _journal(run) if isinstance(line.event, DecisionMade)]
-    return sorted(found, key=lambda decision: decision.decided_at)
-
-
-def _journal(run: RunDir) -> list[JournalLine]:
-    return read_models(run.control, JournalLine)
-
-
 def _incident(run: RunDir, begin: datetime, end: datetime, expected: Expected) -> Incident | None:
     """Final incident of a fault: the controller's follows the agents' and takes the scheduler's state into account. If
     one fault leads to another (a killed rank, the checkpoint that it cannot resume from), the expected one is
     chosen."""
-    found = [incident for incident in all_incidents(run) if begin <= incident.seen_at < end]
+    found = [incident for incident in all_incidents(run, read_record(run)) if begin <= incident.seen_at < end]
     if not found:
         return None
     first = next((incident for incident in found if incident.failure_kind in expected.kinds), found[0])
@@ -215,7 +194,7 @@ def _incident(run: RunDir, begin: datetime, end: datetime, expected: Expected) -
 
 
 def _decision(run: RunDir, begin: datetime, end: datetime, incident: Incident | None) -> Decision | None:
-    found = [decision for decision in all_decisions(run) if begin <= decision.decided_at < end]
+    found = [decision for decision in all_decisions(run, read_record(run)) if begin <= decision.decided_at < end]
     if not found:
         return None
     about = (incident.attempt, incident.restart) if incident else (found[0].attempt, found[0].restart)
@@ -296,7 +275,10 @@ def _again_in_time(
     if decision is None or found_s is None or again_s is None or cold_s is None or decision.action is Action.STOP:
         return None
     # Two simultaneous faults may need both: an agent is lost, and the new attempt finds a damaged checkpoint.
-    is_new = any(begin <= one.decided_at < end and one.action is Action.NEW_ATTEMPT for one in all_decisions(run))
+    is_new = any(
+        begin <= one.decided_at < end and one.action is Action.NEW_ATTEMPT
+        for one in all_decisions(run, read_record(run))
+    )
     return again_s - found_s <= again_limit_s(cold_s, is_new=is_new)
 
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -162,18 +162,12 @@ class Worker:
     pid: int
 
 
-def restarts(run: RunDir) -> Iterator[RestartDir]:
-    """All starts of workers, oldest first."""
-    for attempt in run.attempts():
-        yield from attempt.restarts()
-
-
 def events(run: RunDir) -> list[tuple[RestartDir, AgentEvent]]:
     """Events of all agents, ordered by time."""
     found = [
         (restart, event)
-        for restart in restarts(run)
-        for path in sorted(restart.root.glob("events-*.jsonl"))
+        for restart in run.restarts()
+        for path in restart.event_files()
         for event in read_models(path, AgentEvent)
     ]
     return sorted(found, key=lambda pair: pair[1].time)
@@ -181,7 +175,7 @@ def events(run: RunDir) -> list[tuple[RestartDir, AgentEvent]]:
 
 def steps(run: RunDir) -> list[tuple[RestartDir, MetricsLine]]:
     """All training steps, in the order in which they were made."""
-    return [(restart, line) for restart in restarts(run) for line in read_models(restart.metrics, MetricsLine)]
+    return [(restart, line) for restart in run.restarts() for line in read_models(restart.metrics, MetricsLine)]
 
 
 def workers(run: RunDir) -> list[Worker]:

@@ -12,12 +12,13 @@ import pytest
 from campaign import RECOVERY_TIMEOUT_S, START_S, Campaign
 from fault_cases import KINDS, SPACING, Expected, Fault, Scenario, on_one_node
 from fault_inject import Place, ask_to_save, kill_engine, node_down, scancel
-from fault_measure import Row, all_incidents, measure, same_parameters
+from fault_measure import Row, measure, same_parameters
 from fault_runs import CHECKPOINT_EVERY, DisturbedSite, agent_pids, engines, events, steps, workers
 from fault_services import Cluster
 from sites import last_step
 from slurm_cluster import WHY_NOT, missing_programs
 
+from rlhf_core.control.views.timeline import all_incidents
 from rlhf_core.files.whole import read_model
 from rlhf_core.launch.journal import read_record
 from rlhf_core.run_dir.run import RunDir
@@ -316,7 +317,7 @@ def test_an_engine_has_the_last_node_and_the_trainers_have_the_others(apart: Eng
 
 
 def test_an_engine_on_its_own_node_is_started_again_and_the_trainers_go_on(apart: EngineNodeRun) -> None:
-    killed, *_ = all_incidents(apart.run)
+    killed, *_ = all_incidents(apart.run, read_record(apart.run))
     assert (killed.role, killed.failure_kind.value) == (Role.ROLLOUT, "worker_killed")
     assert (killed.suspect_ranks, list(killed.suspect_nodes)) == ((0,), apart.seats[0].engines)
     attempt, *_ = apart.run.attempts()
@@ -327,7 +328,7 @@ def test_an_engine_on_its_own_node_is_started_again_and_the_trainers_go_on(apart
 
 def test_a_lost_node_of_an_engine_leads_to_an_attempt_without_it(apart: EngineNodeRun) -> None:
     """The trainers wait for it longer than they may be silent: only the node may be blamed."""
-    _, lost = all_incidents(apart.run)
+    _, lost = all_incidents(apart.run, read_record(apart.run))
     assert (lost.failure_kind.value, list(lost.suspect_nodes)) == ("node_lost", apart.seats[0].engines)
     second = read_model(apart.run.attempts()[1].placement, Placement)
     assert second is not None

@@ -6,12 +6,13 @@ import time
 from typing import Any
 
 import pytest
-from fault_measure import all_incidents
 from fault_runs import TORCHRUN
 from process_tools import until
 from site_files import ROOT
 from trainer_runs import STOPPED, TrainerSite, small_run
 
+from rlhf_core.control.views.timeline import all_incidents
+from rlhf_core.launch.journal import read_record
 from rlhf_core.schemas.failures import FailureKind
 
 pytestmark = [pytest.mark.trainers, pytest.mark.end_to_end, pytest.mark.timeout(900)]
@@ -35,7 +36,7 @@ def test_it_completes_and_nothing_is_taken_for_a_failure(site: TrainerSite) -> N
     """Negative control, for as long as several floors."""
     run = site.begin(site.write(external_program(600)))
     assert site.finish() == "completed", site.described()
-    assert all_incidents(run) == []
+    assert all_incidents(run, read_record(run)) == []
 
 
 def test_a_stopped_rank_of_it_is_found(site: TrainerSite) -> None:

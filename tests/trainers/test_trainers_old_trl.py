@@ -7,10 +7,11 @@ Both are the same disagreement.
 from pathlib import Path
 
 import pytest
-from fault_measure import all_decisions, all_incidents
-from fault_runs import TORCHRUN, restarts
+from fault_runs import TORCHRUN
 from trainer_runs import ENVIRONMENTS, Tiny, TrainerSite, merged, small_run
 
+from rlhf_core.control.views.timeline import all_decisions, all_incidents
+from rlhf_core.launch.journal import read_record
 from rlhf_core.schemas.failures import Action, FailureKind
 
 pytestmark = [
@@ -49,8 +50,8 @@ def test_ranks_that_disagree_are_found_and_the_run_is_stopped(site: TrainerSite,
     config = site.write(merged(settings, off), "off.toml")
     run = site.begin(config)
     assert site.finish() == "failed", site.described()
-    found = all_incidents(run)
+    found = all_incidents(run, read_record(run))
     print([(one.failure_kind.value, one.message) for one in found])
     assert {one.failure_kind for one in found} == {FailureKind.COLLECTIVE_MISMATCH}, found
-    assert all_decisions(run)[-1].action is Action.STOP
-    assert [(one.attempt, one.restart) for one in restarts(run)] == [(1, 0), (1, 1)], "confirmed once, then given up"
+    assert all_decisions(run, read_record(run))[-1].action is Action.STOP
+    assert [(one.attempt, one.restart) for one in run.restarts()] == [(1, 0), (1, 1)], "confirmed once, then given up"

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 from fault_inject import Truth
-from fault_runs import restarts, steps
+from fault_runs import steps
 from trainer_runs import KILLED, STOPPED, Tiny, TrainerSite, preset_run
 
 from rlhf_core.files.whole import read_model
@@ -83,7 +83,7 @@ def assert_found(site: TrainerSite, preset: str, killed: Truth, stopped: Truth, 
 def assert_goes_on_where_it_was(run: RunDir) -> None:
     """Every start goes on at the step after its checkpoint, and makes each step once."""
     trained = []
-    for start in restarts(run):
+    for start in run.restarts():
         order = read_model(start.launch_order, LaunchOrder)
         if order is not None:  # the evaluation is a start as well
             made = [line.step for one, line in steps(run) if one.root == start.root]
