@@ -9,9 +9,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
+from rlhf_core.machine.gpus import HIDDEN_FROM_HIP, HIP_VARIABLE, VISIBLE_VARIABLE
 from rlhf_core.scheduler.passed_environment import PassedEnvironment
 from rlhf_core.schemas.cluster import SlurmSpec
-from rlhf_core.schemas.resources import Inventory, Placement, Submission
+from rlhf_core.schemas.resources import JOB_VARIABLE, PASSED_VARIABLE, Inventory, Placement, Submission, job_marker
 
 
 class JobState(StrEnum):
@@ -56,7 +57,8 @@ class JobRequest:
     scheduler_dir: Path
     """Folder for the scheduler's own files (script, output of the agents), and working folder of the job."""
     command: tuple[str, ...]
-    """Command line of the agent, started once on every node."""
+    """Command line of the agent, started once on every node. Together with the environment it is the only interface
+    between controller and agents: nothing is pickled, as the nodes may have another interpreter with other packages."""
     cpus_per_node: int
     """Processor cores on every node."""
     memory_gb: float
@@ -67,6 +69,19 @@ class JobRequest:
     """Additional options for Slurm; other schedulers ignore them."""
     passed: PassedEnvironment = field(default_factory=PassedEnvironment)
     """Secret variables of the job; every scheduler looks up their values when it starts the job."""
+
+    def environment(self) -> dict[str, str]:
+        """Variables added to the environment of the job: those of the settings, and the marker by which all its
+        processes are found.
+
+        Without GPUs, those of the node are hidden, so that a CPU run does not initialise, or fill, any of them.
+        """
+        variables = {JOB_VARIABLE: job_marker(self.run_id, self.placement.attempt)}
+        if self.passed.names:
+            variables[PASSED_VARIABLE] = ",".join(self.passed.names)
+        if self.placement.gpus_per_node == 0:
+            variables |= {VISIBLE_VARIABLE: "", HIP_VARIABLE: HIDDEN_FROM_HIP}
+        return variables | self.slurm.environment
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ from rlhf_core.machine import amd_gpus
 from rlhf_core.machine.amd_gpus import AmdGpus
 from rlhf_core.machine.main_memory import memory_bytes
 from rlhf_core.scheduler.base import JobRequest, JobState, JobStatus, LivingJob
-from rlhf_core.scheduler.job_environment import job_environment
 from rlhf_core.scheduler.passed_environment import without_private
 from rlhf_core.schemas.resources import (
     JOB_END_VARIABLE,
@@ -76,7 +75,7 @@ class LocalScheduler:
 
     def script(self, request: JobRequest) -> str:
         """Render the command line, with the variables added to its environment."""
-        variables = [f"{name}={shlex.quote(value)}" for name, value in job_environment(request).items()]
+        variables = [f"{name}={shlex.quote(value)}" for name, value in request.environment().items()]
         variables += [f'{name}="${name}"' for name in request.passed.names]
         return " ".join([*variables, shlex.join(request.command)])
 
@@ -148,7 +147,7 @@ class LocalScheduler:
 def _start_controller(request: JobRequest) -> "subprocess.Popen[bytes]":
     """Start the controller of a job, like ``submitit.local.local.start_controller``, except for the session, the output
     and the extra variables."""
-    environment = without_private(os.environ) | job_environment(request) | request.passed.values()
+    environment = without_private(os.environ) | request.environment() | request.passed.values()
     environment |= _controller_variables(shlex.join(request.command), request.time_limit_s)
     folder = request.scheduler_dir
     folder.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,6 @@ from submitit.slurm.slurm import SlurmExecutor
 from rlhf_core.errors import SubmissionFailed
 from rlhf_core.machine.gpus import HIP_VARIABLE, ROCR_VARIABLE, VISIBLE_VARIABLE
 from rlhf_core.scheduler.base import JobRequest
-from rlhf_core.scheduler.job_environment import job_environment
 from rlhf_core.scheduler.passed_environment import without_private
 from rlhf_core.scheduler.slurm import commands
 from rlhf_core.scheduler.slurm.acceptance import accepted_job
@@ -178,7 +177,7 @@ def _exports(request: JobRequest) -> Iterator[str]:
     has_gpus, assigned = request.placement.gpus_per_node > 0, request.slurm.gpus_as_gres
     if has_gpus and not assigned:
         yield f"unset {VISIBLE_VARIABLE} {HIP_VARIABLE} {ROCR_VARIABLE}"  # of the shell that submits
-    for name, value in job_environment(request).items():
+    for name, value in request.environment().items():
         # Slurm assigns the GPUs; if it assigns none, the job must see none.
         if name != VISIBLE_VARIABLE or not (has_gpus and assigned):
             yield f"export {name}={shlex.quote(value)}"
