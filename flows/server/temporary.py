@@ -26,10 +26,13 @@ from rlhf_core.errors import PrefectUnavailable
 from rlhf_core.history.database import refuse_network_file_system
 from rlhf_core.machine.parent_death import die_with_parent
 from rlhf_core.services.presence import private_folder
+from rlhf_core.services.processes import terminate, wait_until
 
 STARTUP_TIMEOUT_S = 180.0
 """Time that the server has to answer. Its first start creates a database: 20 s, longer on a busy machine."""
 
+STOP_TIMEOUT_S = 5.0
+"""Time between SIGTERM and SIGKILL."""
 DATABASE = "PREFECT_API_DATABASE_CONNECTION_URL"
 
 NO_PREFECT = "Run without Prefect: add --no-prefect."
@@ -118,7 +121,7 @@ def _start(folder: Path, log: int, auth: str) -> tuple[str, "subprocess.Popen[by
             preexec_fn=partial(die_with_parent, signal.SIGTERM),
         )
         try:
-            if _wait_for_answer(url, process, deadline):
+            if _starts_in_time(url, process, deadline - time.monotonic()):
                 return url, process
         except BaseException:
             _stop(process)
@@ -133,12 +136,8 @@ def _start(folder: Path, log: int, auth: str) -> tuple[str, "subprocess.Popen[by
         time.sleep(1.0)
 
 
-def _wait_for_answer(url: str, process: "subprocess.Popen[bytes]", deadline: float) -> bool:
-    while time.monotonic() < deadline and process.poll() is None:
-        if answers(url):
-            return True
-        time.sleep(0.2)
-    return False
+def _starts_in_time(url: str, process: "subprocess.Popen[bytes]", seconds: float) -> bool:
+    return wait_until(lambda: process.poll() is not None or answers(url), seconds, 0.2) and process.poll() is None
 
 
 def _command(port: int) -> list[str]:
@@ -171,10 +170,4 @@ def _free_port() -> int:
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    terminate(process.pid, lambda: process.poll() is None, STOP_TIMEOUT_S)
