@@ -4,11 +4,13 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
+from rlhf_core.run_dir.run import run_name
 from rlhf_core.schemas.attempts import Role
 from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.checkpoint_files import CheckpointManifest
 from rlhf_core.schemas.evaluation import EvaluationReport
 from rlhf_core.schemas.failures import Action, DecidedBy, Decision, FailureKind, Incident
+from rlhf_core.schemas.promotion import ModelProvenance
 from rlhf_core.schemas.reports import GroupPlace, Phase, RankStatus
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.schemas.stored_spec import StoredSpec
@@ -76,3 +78,23 @@ def stored_spec(run_id: str, spec: RunSpec, created_at: datetime | None = None, 
     """Content of ``spec.json`` of a run."""
     plain = {"owner": "tester", "config_source": "", "package_version": "0", "created_at": created_at or utc_now()}
     return StoredSpec.model_validate({"run_id": run_id, "spec": spec, **plain, **about})
+
+
+def model_provenance(run_id: str, **about: Any) -> ModelProvenance:
+    """Origin of a promoted model."""
+    texts = dict.fromkeys(("spec_hash", "base_model", "package_version", "code_revision", "config_source"), "")
+    plain = {
+        "name": run_name(run_id),
+        "owner": "ada",
+        "created_at": utc_now(),
+        "promoted_at": utc_now(),
+        "approved_by": "bea",
+        "reason": "better",
+        "checkpoint_step": 4,
+        "seed": 0,
+        "num_attempts": 1,
+        "num_restarts": 0,
+        "spec": {},
+        **dict.fromkeys(("tags", "overrides", "incidents", "evaluations"), ()),
+    }
+    return ModelProvenance.model_validate({"run_id": run_id, **texts, **plain, **about})

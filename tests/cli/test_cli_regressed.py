@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from history_tools import RunFiles, at, ingested, whole_run
+from made_reports import model_provenance
 from process_tools import Rlhf
 
 from flows.publishing.events import FlowRunRef, events_of
@@ -22,8 +23,6 @@ from rlhf_core.history.store import HistoryStore
 from rlhf_core.launch.model_card import model_card
 from rlhf_core.render.exports import mlflow, wandb
 from rlhf_core.render.summary import summary_markdown
-from rlhf_core.schemas.base import utc_now
-from rlhf_core.schemas.promotion import ModelProvenance
 from rlhf_core.schemas.regression import regression_text, regressions, state_text
 
 pytestmark = pytest.mark.usefixtures("plots_drawn_once")
@@ -148,21 +147,7 @@ def test_in_the_model_card(runs: tuple[RunFiles, RunFiles]) -> None:
     for run, is_shown in zip(runs, (False, True), strict=True):
         summary, stored = summarise(run.dir), run.dir.read_spec()
         reports = [report for row in summary.accuracy for report in (row.before, row.after) if report is not None]
-        kept = {name: getattr(stored, name) for name in ("run_id", "owner", "tags", "created_at", "package_version")}
-        origin = ModelProvenance(
-            **kept,
-            **dict.fromkeys(("name", "approved_by", "reason", "spec_hash", "base_model", "code_revision"), "x"),
-            promoted_at=utc_now(),
-            checkpoint_step=10,
-            seed=0,
-            config_source="sort.toml",
-            overrides=(),
-            num_attempts=1,
-            num_restarts=0,
-            incidents=(),
-            evaluations=tuple(reports),
-            spec={},
-        )
+        origin = model_provenance(stored.run_id, evaluations=tuple(reports))
         assert ("**Regressed**: the model is worse" in model_card(origin, stored.spec)) is is_shown
 
 

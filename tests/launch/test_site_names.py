@@ -6,51 +6,27 @@ from pathlib import Path
 
 import pytest
 from control_fakes import make_spec
+from made_reports import model_provenance
 
 from rlhf_core.cli.main import execute
 from rlhf_core.config.site import Site, load_site
 from rlhf_core.control.site_names import for_site
 from rlhf_core.files.whole import write_model
 from rlhf_core.launch.config_paths import absolute_paths
-from rlhf_core.run_dir.run import run_name
 from rlhf_core.schemas.changes import with_changes
-from rlhf_core.schemas.promotion import ModelProvenance
 
 OLD, NEW, OTHER = "rm-20260101-000000-ffffff", "rm-20260101-000000-000000", "rm-b-20270101-000000-000000"
 """OLD and NEW were planned at the same time, as two scheduled runs may be."""
-
-
-def provenance(run_id: str, promoted_at: datetime) -> ModelProvenance:
-    return ModelProvenance(
-        run_id=run_id,
-        name=run_name(run_id),
-        owner="ada",
-        tags=(),
-        created_at=promoted_at,
-        promoted_at=promoted_at,
-        approved_by="bea",
-        reason="better",
-        checkpoint_step=4,
-        spec_hash="abc",
-        base_model="",
-        seed=0,
-        package_version="0",
-        code_revision="",
-        config_source="rm.toml",
-        overrides=(),
-        num_attempts=1,
-        num_restarts=0,
-        incidents=(),
-        evaluations=(),
-        spec={},
-    )
 
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     monkeypatch.setenv("RLHF_HOME", str(tmp_path))
     for day, name in enumerate((OLD, NEW, OTHER), start=2):
-        write_model(tmp_path / "promoted" / name / "rlhf.json", provenance(name, datetime(2026, 1, day, tzinfo=UTC)))
+        write_model(
+            tmp_path / "promoted" / name / "rlhf.json",
+            model_provenance(name, promoted_at=datetime(2026, 1, day, tzinfo=UTC)),
+        )
     (tmp_path / "promoted" / "rm-20280101-000000-000000").mkdir()  # incomplete
     return load_site()
 

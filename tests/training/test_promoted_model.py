@@ -1,19 +1,18 @@
 """Promoted models work with the libraries of others: they load, give the same answers, and have a readable card."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from made_reports import evaluation_report, model_provenance
 from rank_launcher import tiny_spec
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from rlhf_core.launch.model_card import model_card
 from rlhf_core.launch.promote import damage, write_model_directory
 from rlhf_core.run_dir.run import RunDir
-from rlhf_core.schemas.base import utc_now
-from rlhf_core.schemas.evaluation import EvaluationReport
 from rlhf_core.schemas.promotion import ModelProvenance
 from rlhf_core.schemas.run import RunSpec
 from rlhf_core.training.checkpoints.state import Progress
@@ -25,46 +24,14 @@ from rlhf_core.training.models.causal_lm import build_causal_lm
 pytestmark = pytest.mark.training
 
 
-def evaluation(when: Literal["before", "after"], value: float) -> EvaluationReport:
-    return EvaluationReport(
-        name="greedy",
-        when=when,
-        metric="exact_match",
-        value=value,
-        ci_low=value - 0.1,
-        ci_high=value + 0.1,
-        num_prompts=8,
-        num_samples=8,
-        checkpoint_step=4,
-        seconds=1.0,
-        time=utc_now(),
-        samples=(),
-    )
-
-
 def origin(run_id: str, spec: RunSpec) -> ModelProvenance:
-    return ModelProvenance(
-        run_id=run_id,
+    return model_provenance(
+        run_id,
         name=spec.name,
-        owner="ada",
         tags=("quote \" and 'tick': yes",),
-        created_at=utc_now(),
-        promoted_at=utc_now(),
-        approved_by="bea",
         reason="it | sorts",
-        checkpoint_step=4,
-        spec_hash="abc",
         base_model=spec.model.path,
-        seed=spec.seed,
-        package_version="0",
-        code_revision="",
-        config_source="tiny.toml",
-        overrides=(),
-        num_attempts=1,
-        num_restarts=0,
-        incidents=(),
-        evaluations=(evaluation("before", 0.25), evaluation("after", 0.75)),
-        spec={},
+        evaluations=(evaluation_report("before", "greedy", 0.25), evaluation_report("after", "greedy", 0.75)),
     )
 
 
