@@ -10,6 +10,7 @@ import pytest
 from control_fakes import FakeAgent
 from harness import ControllerHarness
 from history_tools import RunFiles, at
+from made_reports import decision_of
 from prefect.server.events.schemas.automations import EventTrigger
 from prefect.server.events.schemas.events import ReceivedEvent
 from prefect.server.utilities.user_templates import render_user_template, validate_user_template
@@ -26,8 +27,7 @@ from rlhf_core.launch.journal import Journal, read_record
 from rlhf_core.run_dir.run import RunDir
 from rlhf_core.scheduler.base import JobState, JobStatus
 from rlhf_core.schemas.attempts import PromotionState, RunState
-from rlhf_core.schemas.base import utc_now
-from rlhf_core.schemas.failures import Action, DecidedBy, Decision, FailureKind
+from rlhf_core.schemas.failures import Action, FailureKind
 from rlhf_core.schemas.journal import ControllerStarted, PromotionMoved
 from rlhf_core.schemas.resources import Submission
 from rlhf_core.schemas.site import NotifySite
@@ -221,15 +221,7 @@ def test_an_incident_waits_a_minute_for_its_decision(harness: ControllerHarness)
     assert len(at(timedelta(hours=-1))) == 1, "of a node whose clock is ahead"
     (undecided,) = at(DECISION_TIMEOUT)
     assert undecided.payload["action"] == ""
-    decision = Decision(
-        attempt=1,
-        restart=0,
-        number=incident.number,
-        action=Action.RESTART_IN_PLACE,
-        reason="restart in place 1 of 3",
-        decided_by=DecidedBy.AGENT,
-        decided_at=utc_now(),
-    )
+    decision = decision_of(Action.RESTART_IN_PLACE, number=incident.number, reason="restart in place 1 of 3")
     write_model(run_dir.attempt(1).restart(0).decision(incident.number), decision)
     (decided,) = at(timedelta(seconds=5))
     text = message(run_dir, decided, "incident")["text"]

@@ -12,6 +12,7 @@ from control_fakes import FakeAgent, FakeScheduler, make_run, only_scheduler
 from history_tools import RunFiles, at, dump, events_of, new_sqlite, remove_run, run_sql, whole_run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from made_reports import decision_of, incident_of
 from process_tools import Rlhf
 from pydantic import BaseModel
 
@@ -196,10 +197,10 @@ def test_texts_of_any_length_and_character_keep_no_run_out_of_the_history(store:
             ),
             AttemptMoved(attempt=1, state=AttemptState.RUNNING, cause=text),
             IncidentFound(
-                incident=failures.Incident(
-                    attempt=1,
-                    restart=0,
-                    failure_kind="hang",
+                incident=incident_of(
+                    failures.FailureKind.HANG,
+                    1,
+                    0,
                     message=text,
                     seen_at=at(1),
                     **dict.fromkeys(("phase", "fingerprint", "evidence_dir", "collective"), text),
@@ -207,15 +208,8 @@ def test_texts_of_any_length_and_character_keep_no_run_out_of_the_history(store:
                 )
             ),
             DecisionMade(
-                decision=failures.Decision(
-                    attempt=1,
-                    restart=0,
-                    action="stop",
-                    reason=text,
-                    decided_by="agent",
-                    decided_at=at(1),
-                    excluded_nodes=(text,),
-                    config_diff={text: text},
+                decision=decision_of(
+                    failures.Action.STOP, reason=text, excluded_nodes=(text,), config_diff={text: text}
                 )
             ),
             PromotionMoved(state="waiting", checkpoint_step=2**31 - 1, by=text, reason=text, path=text),

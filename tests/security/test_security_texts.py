@@ -14,7 +14,7 @@ import pytest
 import yaml
 from control_fakes import FakeAgent, make_run, make_spec
 from history_tools import whole_run
-from made_reports import decision_of
+from made_reports import decision_of, model_provenance
 from markdown_it import MarkdownIt
 from rich.console import Console
 
@@ -40,7 +40,6 @@ from rlhf_core.schemas.base import utc_now
 from rlhf_core.schemas.checks import CheckResult, CheckStatus
 from rlhf_core.schemas.evaluation import EvaluationReport, EvaluationSample
 from rlhf_core.schemas.failures import Action, Decision, FailureKind, Incident
-from rlhf_core.schemas.promotion import ModelProvenance
 from rlhf_core.text.escaping import (
     csv_cell,
     json_text,
@@ -230,29 +229,12 @@ def test_the_shapes_differ_where_a_text_is_not_escaped() -> None:
 
 def test_a_model_card_shows_the_texts_unchanged(tmp_path: Path) -> None:
     def card(text: str, many: tuple[str, ...]) -> str:
-        origin = ModelProvenance.model_construct(
-            run_id="small-20260301-120000-aaaaaa",
-            name="small",
-            owner=text,
-            tags=many,
-            created_at=utc_now(),
-            promoted_at=utc_now(),
-            approved_by=text,
-            reason=text,
-            checkpoint_step=10,
-            spec_hash="",
-            base_model=text,
-            seed=1,
-            package_version="1",
-            code_revision=text,
-            config_source=text,
-            overrides=many,
-            num_attempts=1,
-            num_restarts=0,
-            incidents=many,
-            evaluations=(),
-            spec={},
+        by_user = dict.fromkeys(
+            ("owner", "approved_by", "reason", "base_model", "code_revision", "config_source"), text
         )
+        lists = dict.fromkeys(("tags", "overrides", "incidents"), many)
+        # Copied, because the schema would refuse some of the texts.
+        origin = model_provenance("small-20260301-120000-aaaaaa").model_copy(update={**by_user, **lists})
         return model_card(origin, make_spec())
 
     def blocks(written: str) -> list[str]:
