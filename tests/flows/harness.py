@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from control_fakes import Clock, FakeAgent, FakeScheduler, make_run
@@ -122,11 +123,11 @@ class ControllerHarness:
         assert read_record(run_dir).state is RunState.TRAINING
         return run_dir
 
-    def controller(self, run_dir: RunDir, *, resumed: bool = False, show: ShowQuestion | None = None) -> Controller:
-        """A controller of a run; closed at the end of the test or by the next controller."""
+    def controller(self, run_dir: RunDir, *, show: ShowQuestion | None = None, **options: Any) -> Controller:
+        """A controller of a run, opened with these options; closed at the end of the test or by the next controller."""
         self._stack.close()
         controller = self._stack.enter_context(
-            opened(run_dir, self.site, self.store, self.notes, resumed=resumed, if_held=IfHeld.FAIL)
+            opened(run_dir, self.site, self.store, self.notes, if_held=IfHeld.FAIL, **options)
         )
         controller.clock, controller.sleep = self.clock, self.clock.sleep
         controller.poll_s = 1.0

@@ -35,7 +35,7 @@ from flows.publishing.events import FlowRunRef, events_of, publish_events, unpub
 from flows.run import rlhf_run, run_in_prefect
 from flows.server.clients import api_client
 from flows.tasks import MAX_TITLE, TaskRunner, shorten
-from rlhf_core.control.controller import Controller, opened
+from rlhf_core.control.controller import Controller
 from rlhf_core.control.reconcile.actions import ActionResult
 from rlhf_core.control.steps import Step, drive, steps
 from rlhf_core.control.views import progress
@@ -498,12 +498,8 @@ def test_a_restart_in_place_is_a_task_run_and_the_log_has_it(harness: Controller
 
     harness.scheduler.on_submit = restarts
     # Opened like `rlhf run` does: the journal records which flow run drives, and since when.
-    with (
-        temporary_settings({PREFECT_LOGGING_TO_API_ENABLED: True}),
-        opened(run_dir, harness.site, harness.store, harness.notes, flow_run=None) as controller,
-    ):
-        controller.clock, controller.sleep = harness.clock, harness.clock.sleep
-        run_in_prefect(controller)
+    with temporary_settings({PREFECT_LOGGING_TO_API_ENABLED: True}):
+        run_in_prefect(harness.controller(run_dir, flow_run=None))
     assert [text for text in harness.notes.messages if "could not be published" in text] == []
     runs = task_runs(run_dir.run_id)
     assert runs["restart 1 in attempt 1 - it may go well {this} time"] == "Completed"

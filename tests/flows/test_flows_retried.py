@@ -141,9 +141,7 @@ def test_a_run_continued_by_its_id_has_both_flow_runs(well: ControllerHarness) -
     assert run_dir is not None
     found, resumed = run_of_the_form(read_form({"config": "quickstart", "run_id": run_dir.run_id}), well.site, second)
     assert (found, resumed) == (run_dir, True)
-    with opened(found, well.site, well.store, resumed=True, flow_run=second, if_held=IfHeld.FAIL) as controller:
-        controller.clock, controller.sleep = well.clock, well.clock.sleep
-        drive(controller)
+    drive(well.controller(found, resumed=True, flow_run=second))
     assert runs_of_flow_runs(well.store, [second.id])[second.id][0] == run_dir.run_id
     controllers = show_run(well.store, run_dir.run_id).controllers
     assert [one["flow_run_id"] for one in controllers] == [first.id, second.id]

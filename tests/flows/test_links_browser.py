@@ -12,7 +12,6 @@ from sites import Site
 from flows.publishing.artifacts import artifact_key
 from flows.run import run_in_prefect
 from rlhf_core.cli.main import execute
-from rlhf_core.control.controller import opened
 from rlhf_core.run_dir.run import RunDir
 
 
@@ -24,12 +23,8 @@ def run_dir(
     monkeypatch.setenv("RLHF_HOME", str(harness.site.home))
     run_dir = harness.good_run()
     # Opened like `rlhf run` does: the flow run is recorded as driver in the journal.
-    with (
-        real_prefect.in_use(),
-        opened(run_dir, harness.site, harness.store, harness.notes, flow_run=None) as controller,
-    ):
-        controller.clock, controller.sleep = harness.clock, harness.clock.sleep
-        run_in_prefect(controller)
+    with real_prefect.in_use():
+        run_in_prefect(harness.controller(run_dir, flow_run=None))
     return run_dir
 
 
