@@ -344,13 +344,10 @@ def _is_alive(found: LeaseHolder, first: LeaseHolder) -> bool:
 
 def _driven_by(run_id: str, found: LeaseHolder, first: LeaseHolder) -> str:
     """Build the message that names the controller of a run and gives advice."""
-    owner = Owner.parse(found.controller)
-    driver = found.controller if owner is None else f"{owner.user} on {owner.host}, process {owner.pid}"
-    since = f", since {found.since:%Y-%m-%d %H:%M:%S} UTC" if found.since is not None else ""
     where = f", flow run {found.flow_run_url}" if found.flow_run_url else ""
     alive = "It is running: " if _is_alive(found, first) else ""
     return (
-        f"run {run_id} is driven by another controller: {driver}{since}{where}. {alive}`rlhf watch {run_id}` shows the "
-        f"run, `rlhf cancel {run_id}` ends it. If it hangs, its lease expires in {found.left_s:.0f} s unless renewed; "
-        f"then `rlhf resume {run_id}` takes over"
+        f"run {run_id} is driven by another controller: {owner_text(found.controller, found.since)}{where}. "
+        f"{alive}`rlhf watch {run_id}` shows the run, `rlhf cancel {run_id}` ends it. If it hangs, its lease expires "
+        f"in {found.left_s:.0f} s unless renewed; then `rlhf resume {run_id}` takes over"
     )
