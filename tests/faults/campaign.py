@@ -307,14 +307,16 @@ def main() -> None:
     options = parser.parse_args()
 
     with ExitStack() as stack:
-        cluster = None
-        if options.scheduler == "slurm" and not options.table:
-            started = Cluster.started(NUM_RANKS, namespaces=options.namespaces, node_timeout_s=options.node_timeout)
-            cluster = stack.enter_context(started)
         options.results.absolute().parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix="rlhf-faults-"))
         if not options.keep:
             stack.callback(shutil.rmtree, work, ignore_errors=True)
+        cluster = None
+        if options.scheduler == "slurm" and not options.table:
+            cluster = Cluster(
+                work / "slurm", NUM_RANKS, namespaces=options.namespaces, node_timeout_s=options.node_timeout
+            )
+            stack.enter_context(cluster.running())
         campaign = Campaign(options.results.absolute(), work, options.seed, cluster, options.keep)
         if not options.table:
             _go_on(campaign, options)

@@ -310,7 +310,7 @@ def _away(place: Place, stop: Callable[[], None], start: Callable[[], None], sec
 
 def slurmctld_away(place: Place) -> Truth:
     """Take the controller of the cluster away for 30 s."""
-    return _away(place, place.slurm.stop_controller, place.slurm.start_controller, 30)
+    return _away(place, partial(place.slurm.stop, "slurmctld"), partial(place.slurm.start, "slurmctld"), 30)
 
 
 def database_away(place: Place) -> Truth:

@@ -1,14 +1,13 @@
-"""Surroundings of a run that a fault can take away: the cluster, and memory."""
+"""The cluster under a run, with its faults, and memory groups and left processes of this machine."""
 
 import contextlib
 import os
-import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 from process_tools import until
@@ -61,37 +60,14 @@ def _of_the_job(agent: int) -> list[psutil.Process]:
     return [one for root in above for one in (root, *root.children(recursive=True))]
 
 
-class Cluster:
-    """The throw-away Slurm of ``infra/slurm``, and the events that can happen to it."""
+class Cluster(throwaway.Cluster):
+    """The throw-away Slurm of ``infra/slurm``, with the events that can happen to it."""
 
-    def __init__(self, slurm: throwaway.Cluster) -> None:
-        self._slurm = slurm
+    def __init__(self, folder: Path, nodes: int, **options: Any) -> None:
+        super().__init__(folder, nodes, **options)
         self._without_slurmd: set[str] = set()
         self._frozen: list[psutil.Process] = []
         self._cut: set[str] = set()
-        self.environment = slurm.environment
-
-    @classmethod
-    @contextmanager
-    def started(cls, num_nodes: int, *, namespaces: bool = False, node_timeout_s: int = 5) -> "Iterator[Cluster]":
-        """A cluster with this many nodes for the duration of the block.
-
-        Args:
-            namespaces: each node has a network of its own.
-            node_timeout_s: silence of a slurmd after which Slurm considers its node dead.
-        """
-        folder = Path(tempfile.mkdtemp(prefix="rlhf-slurm-"))
-        made = throwaway.Cluster(folder, nodes=num_nodes, namespaces=namespaces, node_timeout_s=node_timeout_s)
-        made.up()  # if it fails, the message names the logs in its folder
-        try:
-            yield cls(made)
-        finally:
-            made.down()
-            shutil.rmtree(folder, ignore_errors=True)
-
-    def command(self, *words: str) -> str:
-        """Output of a Slurm command."""
-        return self._slurm.command(*words)
 
     def allocated(self, job_id: str) -> list[str]:
         """Nodes of a running job, in the order of its allocation."""
@@ -109,21 +85,21 @@ class Cluster:
 
     def back_in_service(self) -> None:
         """Return all nodes that were taken out of service, and wait until jobs can use them."""
-        for node, state in self._states().items():
+        for node, state in self._node_states().items():
             if state.startswith(("down", "drain")):
                 with contextlib.suppress(throwaway.ClusterError):  # a node that has just returned by itself
                     self.command("scontrol", "update", f"nodename={node}", "state=resume")
         # The star of a node that does not respond: on a busy machine, slurmd needs seconds to register.
-        until(lambda: not any(state.startswith(("down", "drain")) or "*" in state for state in self._states().values()))
-
-    def nodes(self) -> list[str]:
-        """Names of all nodes."""
-        return list(self._states())
+        until(
+            lambda: (
+                not any(state.startswith(("down", "drain")) or "*" in state for state in self._node_states().values())
+            )
+        )
 
     def kill_node(self, node: str, agent: int) -> None:
         """SIGKILL a node's slurmd and everything of the job on it: to the other nodes, it seems to have lost power."""
         doomed = _of_the_job(agent)
-        self._slurm.stop(f"slurmd-{node}", signal.SIGKILL)
+        self.stop(f"slurmd-{node}", signal.SIGKILL)
         self._without_slurmd.add(node)
         for process in doomed:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -131,7 +107,7 @@ class Cluster:
 
     def freeze_node(self, node: str, agent: int) -> None:
         """SIGSTOP a node's slurmd and everything of the job on it, until the run is over."""
-        slurmd = self._slurm.pid(f"slurmd-{node}")
+        slurmd = self.pid(f"slurmd-{node}")
         self._frozen += [psutil.Process(slurmd), *_of_the_job(agent)]
         for process in self._frozen:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -150,7 +126,7 @@ class Cluster:
 
     def cut_link(self, node: str) -> None:
         """Make the network swallow every packet of a node, until the run is over."""
-        self._slurm.cut_link(node)
+        super().cut_link(node)
         self._cut.add(node)
 
     def is_at_work(self, run_id: str) -> bool:
@@ -158,19 +134,16 @@ class Cluster:
         comments = self.command("squeue", "--noheader", "--states=running,pending", "--format=%k").split()
         return any(comment.startswith(f"{run_id}/") for comment in comments)
 
-    def stop_controller(self) -> None:
-        """Stop slurmctld."""
-        self._slurm.stop("slurmctld")
-
-    def start_controller(self) -> None:
-        """Start slurmctld again."""
-        self._slurm.start("slurmctld")
-
     def preempt(self) -> None:
         """Submit a job to the partition ``first``, which has priority over all others; it takes all nodes for
         seconds."""
-        nodes = str(len(self._states()))
-        words = ("--partition=first", f"--nodes={nodes}", "--exclusive", "--output=/dev/null", "--wrap=srun sleep 5")
+        words = (
+            "--partition=first",
+            f"--nodes={len(self.nodes)}",
+            "--exclusive",
+            "--output=/dev/null",
+            "--wrap=srun sleep 5",
+        )
         self.command("sbatch", *words)
 
     def restore(self) -> None:
@@ -180,15 +153,15 @@ class Cluster:
                 process.resume()
         self._frozen.clear()
         for node in self._cut:
-            self._slurm.mend_link(node)
+            self.mend_link(node)
         self._cut.clear()
         self.command("scancel", "--user=root")
         for node in sorted(self._without_slurmd):
-            self._slurm.start(f"slurmd-{node}")
+            self.start(f"slurmd-{node}")
         self._without_slurmd.clear()
         self.back_in_service()
-        until(lambda: set(self._states().values()) == {"idle"}, "all nodes to be idle", 60)
+        until(lambda: set(self._node_states().values()) == {"idle"}, "all nodes to be idle", 60)
 
-    def _states(self) -> dict[str, str]:
+    def _node_states(self) -> dict[str, str]:
         lines = self.command("sinfo", "--noheader", "--Node", "--format=%N %T").splitlines()
         return dict(line.split() for line in lines)  # type: ignore[misc]

@@ -62,11 +62,12 @@ def chain(name: str, faults: tuple[tuple[str, str], ...], *overrides: str) -> Sc
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster | None]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster | None]:
     if missing_programs():
         yield None
         return
-    with Cluster.started(NUM_RANKS + SPARE_NODES) as cluster:
+    cluster = Cluster(tmp_path_factory.mktemp("slurm"), NUM_RANKS + SPARE_NODES)
+    with cluster.running():
         yield cluster
 
 
@@ -114,7 +115,7 @@ def smaller(campaign: Campaign, reference: dict[str, str]) -> SmallerRun:
         pytest.skip(WHY_NOT)
     with campaign.site(two_nodes("resources.min_nodes=1")) as place:
         site, cluster = place.site, place.slurm
-        for spare in cluster.nodes()[NUM_RANKS:]:
+        for spare in cluster.nodes[NUM_RANKS:]:
             cluster.node_down(spare)
         begin(place, two_nodes("resources.min_nodes=1"))
         site.wait_for(lambda: last_step(place.run) > CHECKPOINT_EVERY, "a checkpoint", START_S)
@@ -357,7 +358,7 @@ def test_without_min_nodes_the_run_waits_for_all_of_them_and_says_so(campaign: C
     if campaign.cluster is None:
         pytest.skip(WHY_NOT)
     with campaign.site(two_nodes()) as place:
-        for node in place.slurm.nodes()[1:]:
+        for node in place.slurm.nodes[1:]:
             place.slurm.node_down(node)
         begin(place, two_nodes())
         place.site.wait_for(
