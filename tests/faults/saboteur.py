@@ -373,14 +373,14 @@ def _patch_probe() -> None:
 
     plain, begun = HttpEngineControl._require_match, Counter[str]()
 
-    def require_match(self: Any, committed: Any, answer: Any) -> None:
+    def require_match(self: Any, committed: Any) -> None:
         for fault in _mine("probe"):
             if self.name != f"engine-{fault['engine']}" or _now["step"] < fault["step"]:
                 continue
             if begun[fault["name"]] == 1 or _strike(fault):
                 begun[fault["name"]] += 1
                 raise StaleWeights(f"{self.name} shows other numbers")
-        plain(self, committed, answer)
+        plain(self, committed)
 
     HttpEngineControl._require_match = require_match  # type: ignore[method-assign]
 
