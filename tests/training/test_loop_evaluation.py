@@ -298,11 +298,11 @@ def test_passes_that_rank_pairs_have_the_limits_of_training(ranks: Ranks, rank: 
     assert max(count for count, _ in policy.passes) > 2, "short pairs share a pass"
 
     two = replace(whole.data, rows=whole.data.rows[:2], token_ids=whole.data.token_ids[:2])
-    one = replace(whole, data=two, ranks=replace(ranks, rank=rank, num_ranks=3))
+    third = replace(whole, data=two, ranks=replace(ranks, rank=rank, num_ranks=3))
     policy = SumOfTokens()
     gathered = [[0.0, 0.0, 0.0, passes, 0.0] for passes in (0.0, 1.0, 3.0)]
     with mock.patch.object(Ranks, "gather_numbers", return_value=gathered):
-        assert len(one._scored_rows(policy, None, lambda: None)) == (0 if rank == 0 else 1)  # type: ignore[arg-type]
+        assert len(third._scored_rows(policy, None, lambda: None)) == (0 if rank == 0 else 1)  # type: ignore[arg-type]
     assert len(policy.passes) == 3
 
 
