@@ -1,3 +1,5 @@
+"""Follow the commands of a shell script in the order in which a shell would run them, without running any. Pure."""
+
 import fnmatch
 import posixpath
 import re
