@@ -125,7 +125,7 @@ def test_the_servers_database_is_made_private(place: Path, monkeypatch: pytest.M
     made = place / "made"
     write = f"open({str(made)!r}, 'w').write('key')"
     monkeypatch.setattr(temporary_server, "_command", lambda port: [sys.executable, "-c", write])
-    monkeypatch.setattr(temporary_server, "_wait_for_answer", lambda url, process, deadline: process.wait() == 0)
+    monkeypatch.setattr(temporary_server, "_starts_in_time", lambda url, process, seconds: process.wait() == 0)
     with (place / "log").open("wb") as log:
         temporary_server._start(place, log.fileno(), "rlhf:secret")
     assert mode(made) == 0o600
