@@ -61,7 +61,7 @@ def upgrade(url: URL) -> Upgraded:
     does not exist yet is created.
 
     Raises:
-        SchemaOutOfDate: a newer program created it.
+        SchemaOutOfDate: a newer program created it, or a checkout between two versions.
         HistoryError: it is not a history, or cannot store every text.
         DatabaseUnavailable: it cannot be reached or written.
     """
@@ -137,7 +137,7 @@ def require_current(engine: Engine, url: URL) -> None:
     """Raise unless the database has the schema of this program.
 
     Raises:
-        SchemaOutOfDate: it is older (advises ``rlhf db upgrade``) or newer.
+        SchemaOutOfDate: it is older (advises ``rlhf db upgrade``), newer, or of no version.
         HistoryError: it is not a history, or cannot store every text.
     """
     with database.translated_errors(url), engine.connect() as connection:
@@ -149,7 +149,7 @@ def require_current(engine: Engine, url: URL) -> None:
         raise SchemaOutOfDate(
             f"the history {database.displayed(url)} is empty. Run `rlhf db upgrade` once to create its tables."
         )
-    _refuse_newer(present, url)
+    _refuse_unknown(present, url)
     raise SchemaOutOfDate(
         f"the history {database.displayed(url)} has schema {present}, but this program needs {SCHEMA_REVISION}. "
         "Run `rlhf db upgrade`, preferably after a backup of the database."
@@ -180,20 +180,23 @@ def _run_scripts(connection: Connection, url: URL, before: str) -> None:
     from alembic.config import Config
 
     if before:
-        _refuse_newer(before, url)
+        _refuse_unknown(before, url)
     config = Config(attributes={"connection": connection})
     config.set_main_option("script_location", str(SCRIPTS).replace("%", "%%"))
     with _ALEMBIC:
         command.upgrade(config, SCHEMA_REVISION)
 
 
-def _refuse_newer(present: str, url: URL) -> None:
+def _refuse_unknown(present: str, url: URL) -> None:
     """Raise if ``present`` is a revision that this program's scripts lack."""
     from alembic.script import ScriptDirectory
 
     known = {script.revision for script in ScriptDirectory(str(SCRIPTS)).walk_revisions()}
     if present not in known:
+        is_between = present.isdecimal() and present < SCHEMA_REVISION
+        source = "a checkout between two versions" if is_between else "a newer version of rlhf-flows"
+        advice = 'See "Between two versions" in docs/operations.md' if is_between else "Install that version"
         raise SchemaOutOfDate(
-            f"the history {database.displayed(url)} has schema {present}, which was created by a newer version of "
-            "rlhf-flows. Install that version; nothing was changed."
+            f"the history {database.displayed(url)} has schema {present}, which was created by {source}. "
+            f"{advice}; nothing was changed."
         )

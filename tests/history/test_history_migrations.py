@@ -85,10 +85,13 @@ def test_an_older_schema_names_the_command(database_url: str, monkeypatch: pytes
     assert error.value.exit_code == 2
 
 
-def test_a_schema_of_a_newer_program_is_left_alone(database_url: str) -> None:
-    write(database_url, "UPDATE alembic_version SET version_num = '9999'")
+@pytest.mark.parametrize(
+    ("revision", "source"), [("9999", "a newer version of rlhf-flows"), ("0012", "a checkout between two versions")]
+)
+def test_a_schema_of_another_program_is_left_alone(database_url: str, revision: str, source: str) -> None:
+    write(database_url, f"UPDATE alembic_version SET version_num = '{revision}'")
     try:
-        with pytest.raises(SchemaOutOfDate, match=r"schema 9999, .* newer version of rlhf-flows"):
+        with pytest.raises(SchemaOutOfDate, match=f"schema {revision}, which was created by {source}"):
             HistoryStore(database_url)
         with pytest.raises(SchemaOutOfDate, match="nothing was changed"):
             migrate.upgrade(database.parse_url(database_url))
