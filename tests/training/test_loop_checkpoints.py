@@ -464,6 +464,18 @@ def test_each_piece_of_a_file_is_a_sign_of_life_while_the_step_waits(
     assert calls[weights:].count("beat") >= 48, "checksums"
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_rank_reports_a_copy_in_memory_that_failed(
+    run_dir: RunDir, ranks: Ranks, rank: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    memory = Mock(folder=None)
+    memory.keep.side_effect = OSError(errno.ENOSPC, "No space left on device")
+    saver = CheckpointWriter(run_dir, spec_with(), build_tokenizer("char", [], 0), ranks, lambda: None, 1, memory)
+    saver._ranks = dataclasses.replace(ranks, rank=rank)
+    saver._keep_in_memory(Mock(checkpoint=run_dir.checkpoint(4), progress=progress(4)), Mock(), {})
+    assert "no copy of step-000004 in memory: [Errno 28] No space left on device" in capsys.readouterr().out
+
+
 def test_memory_that_cannot_be_pinned_is_used_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither an error nor a call about it stays for the next kernel."""
     driver = Mock()

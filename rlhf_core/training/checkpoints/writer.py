@@ -42,7 +42,7 @@ from rlhf_core.training.checkpoints.saving import CheckpointPart, CheckpointPubl
 from rlhf_core.training.checkpoints.snapshot import Snapshot, can_be_snapshot, model_texts, tokenizer_texts
 from rlhf_core.training.checkpoints.soundness import initial_folder, settings_file
 from rlhf_core.training.checkpoints.state import Progress, random_state, state_file
-from rlhf_core.training.distributed import Ranks, collective_timeout
+from rlhf_core.training.distributed import Ranks, collective_timeout, own_line
 from rlhf_core.training.models.adapters import has_adapter
 from rlhf_core.training.models.gathering import whole_bytes
 from rlhf_core.training.models.tensor_files import flattened
@@ -293,7 +293,7 @@ class CheckpointWriter:
         try:
             self._memory.keep(own, content)
         except OSError as error:
-            self._ranks.log(f"no copy of {part.checkpoint.root.name} in memory: {error}")
+            own_line(f"no copy of {part.checkpoint.root.name} in memory: {error}")
         if self._peer is not None:
             self._peer.begin(own, content)
 
