@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 from history_tools import RunFiles, dump, new_sqlite, postgres, run_sql, synced, whole_run
+from process_tools import until
 from sqlalchemy import QueuePool
 
 from rlhf_core.errors import BadConfig, DatabaseUnavailable, HistoryError, UnsafeDatabase
@@ -255,10 +256,15 @@ def test_a_process_keeps_one_connection_to_a_server() -> None:
     with HistoryStore(url) as store, HistoryStore(url) as other:
         with store.reading(), store.writing() as connection:
             connection.exec_driver_sql("UPDATE runs SET message = ''")
-        with other.reading() as connection:
+
+        def is_one_of_each() -> bool:
             of_clients = "datname = current_database() AND backend_type = 'client backend'"  # the server vacuums, too
-            counted = f"SELECT count(*) FROM pg_stat_activity WHERE {of_clients}"
-            assert connection.exec_driver_sql(counted).scalar() == 2, "one of each store"
+            with other.reading() as connection:
+                counted = connection.exec_driver_sql(f"SELECT count(*) FROM pg_stat_activity WHERE {of_clients}")
+                return counted.scalar() == 2
+
+        # The server may still be ending the connections that were closed before.
+        until(is_one_of_each, "one connection of each store", timeout_s=20.0)
         assert (store.max_connections() or 0) > 2
 
 
