@@ -103,6 +103,7 @@ def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Fa
     promoted = Path(spec.promote.folder) if spec.promote.folder else promoted_models(site.runs_dir)
     slurm = spec.slurm.over(site.slurm) if around.scheduler == "slurm" else SlurmSpec()
     transformers = Path(compute.transformers) if native and compute.transformers else None
+    folder = inspect_model(spec.model)
     return Facts(
         spec=spec,
         inventory=around.inventory,
@@ -115,10 +116,10 @@ def gather(spec: RunSpec, around: Surroundings, tick: Tick = lambda: None) -> Fa
         missing_code=missing_code(spec),
         code_hash=hash_code(around.code_path, tick),
         files=scan_files(spec, spec.data.files, tick),
-        model_config=model_config(spec.model),
+        model_config=folder.config if folder else model_config(spec.model),
         model_types=read_model_types(transformers, spec.model.config) if transformers else ModelTypes(),
         causal_types=read_causal_types(transformers) if transformers else frozenset(),
-        model_folder=inspect_model(spec.model),
+        model_folder=folder,
         reward_models=_inspect_reward_models(spec),
         references=_inspect_references(spec),
         tokenizer_problem=inspect_tokenizer(spec.model) if native else "",
@@ -146,6 +147,7 @@ def gather_for_predictions(spec: RunSpec, inventory: Inventory, site_slurm: Slur
     """Gather what predictions and the checks of memory need. No process is started, and of the data only the held-out
     pairs are read, whose columns decide whether they are completed."""
     held_out = {setting: path for setting, path in spec.data.files.items() if setting.endswith(".eval")}
+    folder = inspect_model(spec.model)
     return Facts(
         spec=spec,
         inventory=inventory,
@@ -155,8 +157,8 @@ def gather_for_predictions(spec: RunSpec, inventory: Inventory, site_slurm: Slur
         requirements=(),
         disk=Disk(Path()),
         files=scan_files(spec, held_out) if spec.data_kinds == {"pair"} else {},
-        model_config=model_config(spec.model),
-        model_folder=inspect_model(spec.model),
+        model_config=folder.config if folder else model_config(spec.model),
+        model_folder=folder,
         reward_models=_inspect_reward_models(spec),
         references=_inspect_references(spec),
         site_slurm=site_slurm,
