@@ -5,9 +5,11 @@ import errno
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from agents_in_memory import GivenProcess, lone_channel
@@ -99,6 +101,29 @@ def test_a_hang_is_found_although_nothing_can_be_written(
     assert watch.hang.verdict.kind is FailureKind.HANG
     assert watch.exits[0].by_agent
     assert silent_worker.wait() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+def test_a_file_system_that_holds_the_thread_does_not_hold_the_agent_at_its_end(
+    tmp_path: Path, inbox: SignalInbox, monkeypatch: pytest.MonkeyPatch, hangs: bool
+) -> None:
+    supervisor = _supervise(tmp_path, inbox, GapTracker(SuperviseSpec(floor_s=60.0, setup_floor_s=60.0)))
+    responds, reached, last_lines = threading.Event(), threading.Event(), Mock()
+
+    def write(*_: object) -> None:
+        reached.set()
+        if hangs:
+            responds.wait(60.0)
+
+    monkeypatch.setattr(supervisor._status._series, "add", write)
+    monkeypatch.setattr(supervisor._status._series, "stop", last_lines)
+    monkeypatch.setattr("rlhf_core.worker.supervision.supervisor.STACK_TIMEOUT_S", -4.0)
+    supervisor.start()
+    assert reached.wait(60.0)
+    supervisor.stop()
+    assert last_lines.called is not hangs
+    responds.set()
+    supervisor.join(60.0)
 
 
 def test_a_woken_agent_asks_until_it_knows_whether_the_run_went_on_without_it(

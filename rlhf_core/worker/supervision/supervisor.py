@@ -133,7 +133,8 @@ class Supervisor(threading.Thread):
         """Stop the thread."""
         self._ending.set()
         self.join(timeout=STACK_TIMEOUT_S + 5.0)
-        self._status.stop()
+        if not self.is_alive():  # otherwise a file system holds it, which would hold this thread at the same file
+            self._status.stop()
 
     # -----------------------------------------------------------------------------------------------------------------
     # The thread
